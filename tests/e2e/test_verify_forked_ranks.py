@@ -68,7 +68,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     assert facts[0]["command"] == ["script.py", "--lr", "1"]
     assert {each["name"] for each in facts.values()} == {"__main__"}
     assert all(each["main"] and each["first"] and not each["stdin"] for each in facts.values())
-    assert "atexit 1" in lines  # rank 0 waits for ever, and was ended
+    assert "atexit 1" in lines  # rank 0 waits forever, and was ended
     for rank in range(2):
         pid = int((tmp_path / f"child-{rank}").read_text())
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -18,7 +18,8 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.run_plan import RunPlan
-from paceline.verify.compare import compare
+from paceline.verify.compare import Comparison, compare
+from paceline.verify.report import report_comparison
 
 STEPS = 4
 Change = dict[tuple[int, str], Any]
@@ -69,6 +70,10 @@ def is_sound(found: list[Run], *, rtol: float | None = None, bitwise: bool = Fal
     return compare(found, rtol=rtol, bitwise=bitwise).verdict == "sound"
 
 
+def lines_of(found: Comparison) -> list[str]:
+    return report_comparison(found, []).lines
+
+
 def test_equal_runs_are_sound() -> None:
     found = compare(runs({}, {}, {}), rtol=None, bitwise=True)
     assert (found.verdict, found.difference, found.unknown) == ("sound", None, [])
@@ -77,11 +82,20 @@ def test_equal_runs_are_sound() -> None:
         "samples of a step: 4 compared", "loss: 4 compared", "gradient norm: 4 compared",
         "gradient: 4 compared", "parameter: 12 compared", "buffer: 12 compared",
     ]  # fmt: skip
-    assert found.lines()[-1] == (
+    assert lines_of(found)[-1] == (
         "sound: the same training on every number of processes; no evaluation by Paceline was reached"
     )
     found = compare(runs({(4, "score"): 0.5}, one={(4, "score"): 0.5}), rtol=None, bitwise=False)
-    assert found.lines()[-1] == "sound: the same training on every number of processes"
+    assert lines_of(found)[-1] == "sound: the same training on every number of processes"
+
+
+def test_notes_follow_the_lists_of_the_report() -> None:
+    change = {(2, "loss"): 9.0}
+    found = compare(runs(change, change), rtol=None, bitwise=False)
+    assert report_comparison(found, ["a"]).lines == [*lines_of(found), "note: a"]
+    sound = compare(runs({}, {}), rtol=None, bitwise=False)
+    *lines, last = lines_of(sound)
+    assert report_comparison(sound, ["a"]).lines == [*lines, "note: a", last]
 
 
 def test_samples_that_one_process_repeats_too_may_repeat() -> None:
@@ -123,10 +137,10 @@ def test_the_first_difference(
     assert found.difference.values == values
     if quantity == "parameter of ranks":
         assert (
-            found.lines()[0] == "FAULT  in step 2, parameter w differs between rank 0 and rank 1."
+            lines_of(found)[0] == "FAULT  in step 2, parameter w differs between rank 0 and rank 1."
         )
     else:
-        assert found.lines()[0].startswith(f"FAULT  in step {step}, {quantity}")
+        assert lines_of(found)[0].startswith(f"FAULT  in step {step}, {quantity}")
 
 
 @pytest.mark.parametrize(
@@ -153,12 +167,11 @@ def test_tensors_that_all_ranks_share(
 @pytest.mark.parametrize("start", [["other", 2.5, 2.0], ["other", 2.0, -1.0]])
 def test_other_weights_at_the_start(start: Any) -> None:
     change = {(0, "params"): {"w": start}}
-    found = compare(runs(change, change), rtol=None, bitwise=False).difference
+    compared = compare(runs(change, change), rtol=None, bitwise=False)
+    found = compared.difference
     assert found is not None
     assert (found.quantity, found.step, found.counts) == ("weights at the start", 0, (1, 2))
-    assert found.lines("t.py:9")[0].startswith(
-        "FAULT  before the first step, weights at the start w"
-    )
+    assert lines_of(compared)[0].startswith("FAULT  before the first step, weights at the start w")
 
 
 def test_a_gradient_of_one_run_only() -> None:
@@ -196,7 +209,7 @@ def test_a_score_of_one_rank_and_its_samples() -> None:
     found = compare(runs(one, one | {(2, "samples"): 361}, one=one), rtol=None, bitwise=False)
     assert found.difference is not None
     assert found.difference.quantity == "samples of an evaluation"
-    assert found.lines()[0].startswith("FAULT  after step 2, samples of an evaluation differs")
+    assert lines_of(found)[0].startswith("FAULT  after step 2, samples of an evaluation differs")
     assert found.at == "t.py:20"
     found = compare(runs(one, {(2, "score"): 0.5}, one=one), rtol=None, bitwise=False)
     assert found.difference is not None
@@ -223,8 +236,8 @@ def test_what_cannot_be_equal_is_not_judged(facts: Event, word: str) -> None:
     found = compare(runs({}, {(2, "loss"): 9.0}, facts=facts), rtol=None, bitwise=False)
     assert (found.verdict, found.difference) == ("refused", None)
     assert word in found.unknown[0]
-    assert found.lines()[0].startswith("could not be verified: the losses and gradients were not")
-    assert found.lines()[-1] == "not judged: losses, gradients and evaluations"
+    assert lines_of(found)[0].startswith("could not be verified: the losses and gradients were not")
+    assert lines_of(found)[-1] == "not judged: losses, gradients and evaluations"
     start = {(0, "params"): OTHER}
     found = compare(runs(start, start, facts=facts), rtol=None, bitwise=False)
     assert found.difference is not None
@@ -258,7 +271,7 @@ def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
     found = compare(runs(many, many, one=one, facts=facts), rtol=None, bitwise=False)
     assert found.verdict == "sound"
     assert "evaluations" in found.unknown[0]
-    assert found.lines()[-1].endswith("; evaluations were not judged")
+    assert lines_of(found)[-1].endswith("; evaluations were not judged")
     assert not is_sound(runs(many, many, one=one, facts=facts), bitwise=True)
     assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts))
 

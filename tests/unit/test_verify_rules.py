@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
-from paceline.audit import evidence, record_data
+from paceline.audit import evidence, record_data, replay
 from paceline.audit.audit import judge
 from paceline.audit.digests import digest, exact_parts, numbers_drawn
 from paceline.audit.events import (
@@ -670,6 +670,21 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
                 recorder.write(BackwardBegun())
     finally:
         torch_private.find.cache_clear()
+
+
+def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), recorder, 0)
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    models: Any = SimpleNamespace(by_number=lambda: {0: model})
+    assert progress.on_no_grad_forward(of_trained=True)
+    replay.begin_evaluation(progress, models)
+    assert not list(tmp_path.glob("weights-*"))
+    torch.nn.init.constant_(model.weight, before + 1)  # such as a mean of the weights, put back
+    replay.save_weights(progress)
+    saved = torch.load(tmp_path / "weights-1.pt", weights_only=True)
+    assert saved[0]["weight"].item() == before
 
 
 @pytest.mark.parametrize(

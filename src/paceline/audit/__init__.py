@@ -1,7 +1,12 @@
-"""Records the behaviour of an unmodified script and finds known faults of distributed training in it.
+"""What a script did in its ranks, and whether that is right.
 
-In the ranks, `record_data`, `record_loop`, `record_training` and `record_collectives` replace functions of
-torch and write events (`record`). `progress` counts the steps and ends the script. `replay` gives the ranks
-the batches of the run of one process. In the command, `audit` plans the runs, `evidence` reads their events,
-`rules` judge them, and `refusals` names the cause if a run cannot be judged.
+This room starts no process and prints nothing. It has two halves, with files of events between them:
+
+- In each rank, `record_process`, `record_data`, `record_loop` and `record_collectives` replace functions of
+  torch and write `events`. `progress` counts the steps, cuts passes and ends the script. `replay` gives the
+  rank the batches and weights of the run of one process.
+- In the command, `evidence` reads the events of a run. `refusals` names the cause if a run cannot be judged.
+  `audit` plans the runs of a script that does not use paceline, and lets the `rules` judge them.
+
+`run_plan` is what the command tells a rank.
 """

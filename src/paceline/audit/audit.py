@@ -11,23 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline.audit.events import BatchGiven, JoinEntered, ModelSeen, PassCut, RankEnded
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
-from paceline.audit.report_text import finding, section
 from paceline.audit.rules import RULES
 from paceline.audit.rules.rule import (
     Case,
     FaultFound,
     Judgement,
-    NoFault,
     NotJudged,
     Rule,
 )
 from paceline.audit.run_plan import Mode, RunPlan
-from paceline.errors import name_ranks
 
 Execute = Callable[[RunPlan], Run]
 _J = TypeVar("_J")
@@ -54,43 +51,6 @@ class AuditResult:
         """The findings whose effect is too small for a fault, by the name of the rule."""
         return {name: each for name, each in self.of(FaultFound).items() if each.is_note}
 
-    def facts(self) -> dict[str, Any]:
-        """The result as JSON."""
-        count = self.case.world_size
-        return {
-            "nproc": count,
-            "faults": [{"rule": n, **each.facts(count)} for n, each in self.faults.items()],
-            "notes": [{"rule": n, **each.facts(count)} for n, each in self.notes.items()],
-            "sound": [{"rule": n, "evidence": e.evidence} for n, e in self.of(NoFault).items()],
-            "unknown": [
-                {"rule": name, "why": each.why, "differs": each.differs}
-                for name, each in self.of(NotJudged).items()
-            ],
-        }
-
-    def lines(self) -> list[str]:
-        """The result as text."""
-        count = self.case.world_size
-        lines = []
-        for name, fault in (self.faults | self.notes).items():
-            ranks = name_ranks(fault.ranks or range(count), count)
-            step = f", step {fault.step}" if fault.step is not None else ""
-            lines += finding(
-                f"{'NOTE ' if fault.is_note else 'FAULT'}  {fault.what}",
-                rule=name,
-                where=f"{fault.at}, {ranks}{step}",
-                effect=fault.effect,
-                why=fault.why,
-                shown=fault.evidence,
-                fix=fault.fix,
-            )
-        runs = [self.case.solo, self.case.ordinary, self.case.with_solo_weights]
-        names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
-        lines.append(f"compared: {', '.join(names)}")
-        sound = [f"{name}: {each.evidence}" for name, each in self.of(NoFault).items()]
-        unknown = [f"{name}: {each.why}" for name, each in self.of(NotJudged).items()]
-        return lines + section("no fault", sound) + section("could not be judged", unknown)
-
 
 def audit(
     solo: Run, world_size: int, execute: Execute, folder: Path, *, strict: bool = False
@@ -109,35 +69,47 @@ def audit(
     end = solo.ranks[0].first(RankEnded)
     wanted = None if end is None else end.wanted
     steps = solo.steps if wanted is None else min(solo.steps, wanted)
-    plan = replace(solo.plan, mode="ordinary", world_size=world_size, max_steps=steps)
-    plan = replace(plan, cut_at=next((e.steps_done for e in solo.ranks[0].of(PassCut)), None))
-    ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
+    cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
+    plan = replace(solo.plan, world_size=world_size, max_steps=steps, cut_at=cut_at)
+
+    def run(mode: Mode) -> Run:
+        source = None if mode == "ordinary" else solo.plan.folder
+        own = folder / f"{mode}-{world_size}"
+        return execute(replace(plan, mode=mode, folder=own, solo=source))
+
+    ordinary = run("ordinary")
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
     replay = None
     if ordinary.hung:
         why = "the ordinary run hung, so the batches of one process were not replayed."
     elif mode is not None:
-        name = f"{mode}-{world_size}"
-        run = execute(replace(plan, folder=folder / name, mode=mode, solo=solo.plan.folder))
-        if run.hung or run.out_of_time or (run.returncode and run.steps < plan.wanted):
-            how = "did not end in time" if run.hung or run.out_of_time else "failed"
-            why = f"{run.name} {how}: the script cannot train on the batches of one process."
-        elif run.steps < min(ordinary.steps, plan.wanted):
-            why = f"{run.name} took fewer steps than the ordinary one: the script plans its steps itself."
-        else:
-            replay = run
+        replay, why = _usable(run(mode), ordinary)
     only_solo_weights = None
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
-        name = f"evaluated-{world_size}"
-        run = execute(replace(plan, folder=folder / name, mode="evaluated", solo=solo.plan.folder))
-        only_solo_weights = None if run.hung or run.out_of_time or run.returncode else run
+        evaluated = run("evaluated")
+        is_whole = not (evaluated.hung or evaluated.out_of_time or evaluated.returncode)
+        only_solo_weights = evaluated if is_whole else None
     case = Case(solo, ordinary, replay, why, only_solo_weights)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)
         refuse_other_steps(case)
     return result
+
+
+def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
+    """The replay; None and the reason if it did not train as the ordinary run."""
+    wanted = replay.plan.wanted
+    did_not_end = replay.hung or replay.out_of_time
+    if did_not_end or (replay.returncode and replay.steps < wanted):
+        how = "did not end in time" if did_not_end else "failed"
+        return None, f"{replay.name} {how}: the script cannot train on the batches of one process."
+    if replay.steps < min(ordinary.steps, wanted):
+        return None, (
+            f"{replay.name} took fewer steps than the ordinary one: the script plans its steps itself."
+        )
+    return replay, ""
 
 
 def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:

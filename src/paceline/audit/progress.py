@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
 from paceline.audit.events import EndedByVerify, TrainsOn
 from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
-from paceline.audit.run_plan import RunPlan
+from paceline.audit.run_plan import REPLAYS, RunPlan
 
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
@@ -42,13 +43,15 @@ class Progress:
         steps: Rounds of updates; one round is one update of each optimizer.
         wanted: The steps after which the training ends; those before the first DDP do not count.
         updates: Steps of all optimizers.
-        ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
+        uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
             next forward.
-        evaluations: The number of the latest evaluation: forwards without gradient between two backwards.
-            The first one after step s is 100 s + 1, so an evaluation on one rank alone does not shift the
-            numbers of later ones.
+        evaluation: The number of the current evaluation (forwards without gradient between two backwards);
+            None in training. The first one after step s is 100 s + 1, so an evaluation on one rank alone does
+            not shift the numbers of later ones.
+        weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
+            evaluation, by number; None if they are saved already.
     """
 
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
@@ -57,12 +60,12 @@ class Progress:
         self.wanted = plan.wanted
         self._alone = 0  # the steps before the first DDP, which rank 0 may take alone
         self._first_step: tuple[float, float] | None = None  # CPU time and time
-        self.evaluations = 0
+        self.evaluation: int | None = None
+        self._last_evaluation = 0
         self.random_at_batch: torch.Tensor | None = None
-        self.ends_by_itself = False
+        self.uses_paceline = False
         self._loaders = TrainingLoaders()
         self.loaders_of_step: set[str] = set()
-        self._evaluating = False
         self._awaits_backward = False  # a forward of training has no backward yet
         self.updates = 0
         # The optimizers that have stepped, in this round and at all. Not their ids: that of a deleted one may
@@ -71,23 +74,36 @@ class Progress:
         self._stepped: set[object] = set()
         self._evaluated_after = plan.folder / "evaluated-after"
         self._empty_passes = 0
-
-    @property
-    def is_at_cut(self) -> bool:
-        """Whether a pass may be cut here: after half of the planned steps, and before the next one begins."""
-        at = self.plan.steps // 2 if self.plan.cut_at is None else self.plan.cut_at
-        return self.steps >= at and not self.loaders_of_step
+        self._cut_at: int | None = None  # the step after which this run cut a pass
+        self.weights_of_evaluation: dict[int, dict[str, Any]] | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
         return self.steps - self._alone >= self.wanted
 
-    @property
-    def expected_steps(self) -> int:
-        """The steps that this run will take, from the CPU time of those before."""
-        if self.plan.cut_at is not None:
-            return self.plan.cut_at  # as the solo run was cut there, this one is
+    def cuts_pass(self, batches: int) -> bool:
+        """Whether to end a pass of so many batches here: too few steps are left to see the next one begin.
+
+        The solo run cuts a pass after half of the planned steps or later; other runs cut after the same step.
+        A replay ends where the solo run ended. The next pass begins with that step, and is not cut.
+        """
+        if self.plan.mode in REPLAYS or self.loaders_of_step:
+            return False
+        if self.plan.mode == "solo":
+            at, expected = self.plan.steps // 2, self._expected_steps()
+        elif self.plan.cut_at is not None:
+            at = expected = self.plan.cut_at
+        else:
+            return False
+        # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
+        if batches <= expected or self.steps < at or self._cut_at not in (None, self.steps):
+            return False
+        self._cut_at = self.steps
+        return True
+
+    def _expected_steps(self) -> int:
+        """The steps that the solo run will take, from the CPU time of those before."""
         if self._first_step is None or self.steps < 2:
             return self.plan.steps
         of_step = (time.process_time() - self._first_step[0]) / (self.steps - 1)
@@ -106,7 +122,7 @@ class Progress:
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
-        self._evaluating = self._awaits_backward = False
+        self.evaluation, self._awaits_backward = None, False
         self._loaders.on_backward()
 
     @property
@@ -114,16 +130,11 @@ class Progress:
         """The loaders whose batches the script trains on."""
         return self._loaders.names.keys()
 
-    @property
-    def evaluation(self) -> int | None:
-        """The number of the current evaluation; None in training."""
-        return self.evaluations if self._evaluating else None
-
     def on_forward(self, *, trains: bool) -> None:
         """Note a forward of a model."""
         self._loaders.on_forward()
         if trains:
-            self._evaluating, self._awaits_backward = False, True
+            self.evaluation, self._awaits_backward = None, True
 
     def on_no_grad_forward(self, *, of_trained: bool) -> bool:
         """Note a forward without gradient, and return whether it begins an evaluation.
@@ -132,19 +143,17 @@ class Progress:
         so does one between a forward of training and its backward. After the step, and before the next
         batch, it is an evaluation.
         """
-        if self._awaits_backward:
+        if self._awaits_backward or self.evaluation is not None:
             return False
         is_on_training_batch = self._loaders.last in self.training_loaders and self.loaders_of_step
-        if not of_trained and not self._evaluating and is_on_training_batch:
+        if not of_trained and is_on_training_batch:
             return False
-        begins = not self._evaluating
-        self._evaluating = True
-        if begins:
-            self.evaluations = max(self.evaluations, _EVALUATIONS_PER_STEP * self.steps) + 1
-        if begins and self.is_over:
+        self.evaluation = max(self._last_evaluation, _EVALUATIONS_PER_STEP * self.steps) + 1
+        self._last_evaluation = self.evaluation
+        if self.is_over:
             # In a file, because after an evaluation on one rank the other ranks must end too.
             self._evaluated_after.touch()
-        return begins
+        return True
 
     def step_number(self, optimizer: object) -> int:
         """The number, from 1, of this optimizer's next step."""
@@ -170,7 +179,7 @@ class Progress:
         if self.steps - self._alone == self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
         grace = _GRACE_STEPS if self.loaders_of_step else 0
-        if self.steps - self._alone > self.wanted + grace and not self.ends_by_itself:
+        if self.steps - self._alone > self.wanted + grace and not self.uses_paceline:
             self.end()
         self.loaders_of_step.clear()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from paceline import torch_private
 from paceline.audit.events import Event, OwnRanksStarted, SamplesLoaded
 from paceline.watch.stacks import is_script
 
@@ -60,14 +61,22 @@ class Recorder:
 
 def intercept(name: str, handler: Callable[..., Any], *owners: Any) -> None:
     """Replace a function of a class or of modules: a call goes to `handler(function, *args, **kwargs)`."""
-    function = getattr(owners[0], name)
+    intercepted = _intercepted(getattr(owners[0], name), handler)
+    for owner in owners:
+        setattr(owner, name, intercepted)
 
+
+def intercept_private(path: str, handler: Callable[..., Any]) -> None:
+    """The same for a private function of torch, if the installed torch has it."""
+    torch_private.wrap(path, functools.partial(_intercepted, handler=handler))
+
+
+def _intercepted(function: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         return handler(function, *args, **kwargs)
 
-    for owner in owners:
-        setattr(owner, name, intercepted)
+    return intercepted
 
 
 class Nesting:

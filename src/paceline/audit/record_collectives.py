@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
-from torch.multiprocessing import SpawnContext
 
+from paceline.audit import replay
 from paceline.audit.digests import leaves
-from paceline.audit.events import (
-    CollectiveBegun,
-    CollectiveEnded,
-    GroupInitialised,
-    JoinEntered,
-    OwnRanksStarted,
-)
+from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered
 from paceline.audit.evidence import MAX_METRIC_VALUES
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
@@ -51,15 +42,15 @@ _COLLECTIVES = (
 
 def install(progress: Progress) -> None:
     """Record the collectives of torch.distributed."""
-    hooks = _Hooks(progress)
+    hooks = CollectiveHooks(progress)
     for name in _COLLECTIVES:
         intercept(name, hooks.collective, c10d, dist)
-    intercept("init_process_group", hooks.init_process_group, c10d, dist)
-    intercept("start_processes", hooks.start_processes, sys.modules[SpawnContext.__module__], mp)
     intercept("__enter__", hooks.enter_join, Join)
 
 
-class _Hooks:
+class CollectiveHooks:
+    """What a rank does in collectives."""
+
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
@@ -69,11 +60,14 @@ class _Hooks:
         with self._nesting as is_outermost:
             if not is_outermost:
                 return call(*args, **kwargs)
+            op = call.__name__
+            if self._progress.evaluation is not None and ("reduce" in op or "gather" in op):
+                replay.save_weights(self._progress)
             given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
             first = next(iter(given.values()), None)
             tensors = [x for x in leaves(first) if isinstance(x, torch.Tensor)]
             begun = CollectiveBegun(
-                op=call.__name__,
+                op=op,
                 at=user_line(),
                 steps_done=self._progress.steps,
                 evaluation=self._progress.evaluation,
@@ -88,23 +82,6 @@ class _Hooks:
                 if not isinstance(result, dist.Work):
                     found["values"] = _values(tensors)
             return result
-
-    def init_process_group(
-        self, initialise: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if multiprocessing.parent_process() is not None and not dist.is_initialized():
-            self._end_spawning("init_process_group() in processes that it starts")
-        self._recorder.write(GroupInitialised(at=user_line(), backend=backend))
-        return initialise(backend, *args, **kwargs)
-
-    def start_processes(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not dist.is_initialized() and not self._progress.steps:
-            self._end_spawning("torch.multiprocessing.spawn()")
-        return start(*args, **kwargs)
-
-    def _end_spawning(self, call: str) -> None:
-        self._recorder.write(OwnRanksStarted(at=user_line(), call=call))
-        self._progress.end()
 
     def enter_join(self, enter: Callable[..., Any], join: Join) -> Any:
         self._recorder.write(JoinEntered(at=user_line()))

@@ -29,8 +29,7 @@ from paceline.audit.events import (
     TrainsOn,
 )
 from paceline.audit.progress import Progress
-from paceline.audit.record import intercept, user_line
-from paceline.audit.run_plan import REPLAYS
+from paceline.audit.record import intercept, intercept_private, user_line
 
 _PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
@@ -43,58 +42,36 @@ _FETCHERS = (
 
 def install(progress: Progress) -> None:
     """Record the batches of loaders, and the samples that their workers load."""
-    hooks = _Hooks(progress)
+    hooks = DataHooks(progress)
     intercept("__iter__", hooks.begin_pass, DataLoader)
     intercept("__len__", hooks.count_batches, DataLoader)
-    torch_private.wrap(_NEXT_INDEX, _keeping_indices)
-    torch_private.wrap(_RESET, _forgetting_indices)
+    intercept_private(_NEXT_INDEX, hooks.next_index)
+    intercept_private(_RESET, hooks.reset)
     for path in _FETCHERS:
         fetcher = torch_private.find(path)
         if fetcher is not None:
             intercept("fetch", hooks.fetch, fetcher)
 
 
-def _keeping_indices(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def keeping(iterator: Any) -> Any:
-        index = next_index(iterator)
-        iterator.__dict__.setdefault("_paceline_indices", deque()).append(index)
-        return index
+class DataHooks:
+    """What the loaders of a rank give to the script."""
 
-    return keeping
-
-
-def _forgetting_indices(reset: Callable[..., None]) -> Callable[..., None]:
-    """With persistent workers an iterator serves all passes; it has prefetched for one that was left."""
-
-    def forgetting(iterator: Any, *args: Any, **kwargs: Any) -> None:
-        iterator.__dict__.pop("_paceline_indices", None)
-        reset(iterator, *args, **kwargs)
-
-    return forgetting
-
-
-class _Hooks:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
         self._count: Callable[[Any], int] = DataLoader.__len__
         # With the loader, because the id of a deleted one could be that of another object.
-        self._named: dict[int, tuple[str, DataLoader[Any]]] = {}
+        self._seen: dict[int, tuple[LoaderSeen, DataLoader[Any]]] = {}
         self._of_dataset: dict[int, str] = {}
-        self._described: dict[str, LoaderSeen] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._cut_at: int | None = None  # the step in which passes were cut
-        # A replay ends where the solo run ended; other runs are cut where the solo run was.
-        mode = progress.plan.mode
-        self._may_cut = mode == "solo" or (mode not in REPLAYS and progress.plan.cut_at is not None)
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
         if sys._getframe(2).f_code.co_filename.startswith(_PACELINE):
             return begin(loader)
-        name = self._name(loader)
-        pass_number = self._passes[name]
+        seen = self._describe(loader)
+        name, pass_number = seen.loader, self._passes[seen.loader]
         self._passes[name] += 1
         self._recorder.write(
             PassBegun(
@@ -105,25 +82,26 @@ class _Hooks:
                 epoch=getattr(_sampler(loader), "epoch", None),
             )
         )
-        if self.is_over(name):
+        if self._is_over(name):
             self._progress.on_empty_pass()
             batches: Iterator[Any] = iter(())
         elif name in self._replayed:
             batches = replay.batches(self._progress, name, pass_number)
         else:
             batches = begin(loader)
-        return _RecordedPass(self, loader, name, pass_number, batches)
+        return _RecordedPass(self, loader, seen, pass_number, batches)
 
     def count_batches(self, count: Callable[[Any], int], loader: DataLoader[Any]) -> int:
-        replayed = self._replayed.get(self._name(loader))
+        replayed = self._replayed.get(self._describe(loader).loader)
         return count(loader) if replayed is None else replayed
 
     def record_batch(self, of: _RecordedPass, index: Any, batch: Any) -> None:
         """Record a batch before the script gets it."""
-        self._progress.on_batch(of.name)
+        name = of.seen.loader
+        self._progress.on_batch(name)
         self._recorder.write(
             BatchGiven(
-                loader=of.name,
+                loader=name,
                 pass_number=of.number,
                 ids=_samples_of(of.loader.dataset, index),
                 size=_size(batch),
@@ -132,51 +110,53 @@ class _Hooks:
             )
         )
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
-            replay.keep_batch(self._progress, of.name, of.number, of.num_batches, batch)
+            replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
+
+    def end_of(self, of: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
+        """How to end a pass before its next batch; None to go on.
+
+        After the wanted steps all training passes end. Before, one is cut if the order of the next pass
+        depends on `set_epoch`, and the run would not see it begin.
+
+        Args:
+            frame: Where the script asks for the batch. Only a loop handles StopIteration.
+        """
+        seen, batches = of.seen, of.seen.batches or 0
+        if self._is_over(seen.loader):
+            if not _is_in_loop(frame):
+                self._progress.end()
+            if of.num_batches < batches:
+                self._recorder.write(TrainsOn())
+            return PassEndedByVerify
+        may_cut = (
+            of.num_batches > 0
+            and ("epoch" in seen.sharding or seen.takes_epoch)
+            and seen.sharding.get("shuffle", True)
+            and seen.loader in self._progress.training_loaders
+            and _is_in_loop(frame)
+        )
+        return PassCut if may_cut and self._progress.cuts_pass(batches) else None
 
     def record_end(self, of: _RecordedPass, how: type[EventOfPass]) -> None:
         """Record how a pass ended."""
         self._recorder.write(
-            how(loader=of.name, pass_number=of.number, steps_done=self._progress.steps)
+            how(loader=of.seen.loader, pass_number=of.number, steps_done=self._progress.steps)
         )
 
-    def end_here(self, of: _RecordedPass, frame: FrameType) -> None:
-        """End a pass after the wanted steps; end a script that calls `next()`.
-
-        Only a loop handles StopIteration.
-        """
-        if not _is_in_loop(frame):
-            self._progress.end()
-        if of.num_batches < (self._described[of.name].batches or 0):
-            self._recorder.write(TrainsOn())
-
-    def cuts_pass(self, of: _RecordedPass, frame: FrameType) -> bool:
-        """Whether to end a pass here, since too few steps are left to see the next one begin.
-
-        Only where the order of the next depends on `set_epoch`, and after the same step in all runs; a
-        replay ends where the run of one process ended. The next pass begins with that step, and is not cut.
-        """
-        described = self._described[of.name]
-        sharding = described.sharding
-        cuts = (
-            self._may_cut
-            and of.num_batches > 0
-            and ("epoch" in sharding or described.takes_epoch)
-            and sharding.get("shuffle", True)
-            and (described.batches or 0) > self._progress.expected_steps
-            and of.name in self._progress.training_loaders
-            and self._progress.is_at_cut
-            and self._cut_at in (None, self._progress.steps)
-            and _is_in_loop(frame)
-        )
-        if cuts:
-            # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
-            self._cut_at = self._progress.steps
-        return bool(cuts)
-
-    def is_over(self, name: str) -> bool:
+    def _is_over(self, name: str) -> bool:
         """Whether this is a training loader, and the wanted steps are done."""
         return self._progress.is_over and name in self._progress.training_loaders
+
+    def next_index(self, next_index: Callable[[Any], Any], iterator: Any) -> Any:
+        """Keep the indices of the batches that the iterator has not given yet."""
+        index = next_index(iterator)
+        iterator.__dict__.setdefault("_paceline_indices", deque()).append(index)
+        return index
+
+    def reset(self, reset: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
+        """With persistent workers an iterator serves all passes; it has prefetched for one that was left."""
+        iterator.__dict__.pop("_paceline_indices", None)
+        reset(iterator, *args, **kwargs)
 
     def fetch(self, fetch: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:
         name = self._of_dataset.get(id(fetcher.dataset))
@@ -213,19 +193,14 @@ class _Hooks:
                 )
             )
 
-    def _name(self, loader: DataLoader[Any]) -> str:
-        """The loader's name, equal in all runs: the line of its first use, and a number."""
-        if id(loader) not in self._named:
-            at = user_line()
-            name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"
-            self._places[at] += 1
-            self._named[id(loader)] = name, loader
-            self._of_dataset[id(loader.dataset)] = name
-            self._described[name] = self._describe(loader, name, at)
-            self._recorder.write(self._described[name])
-        return self._named[id(loader)][0]
-
-    def _describe(self, loader: DataLoader[Any], name: str, at: str) -> LoaderSeen:
+    def _describe(self, loader: DataLoader[Any]) -> LoaderSeen:
+        """The description of a loader, which is recorded at its first use."""
+        if id(loader) in self._seen:
+            return self._seen[id(loader)][0]
+        at = user_line()
+        name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"  # equal in all runs
+        self._places[at] += 1
+        self._of_dataset[id(loader.dataset)] = name
         sampler, dataset = _sampler(loader), loader.dataset
         settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
         iterable = isinstance(dataset, IterableDataset)
@@ -234,7 +209,7 @@ class _Hooks:
             batches = self._count(loader)
         except (TypeError, ValueError):
             batches = None  # an iterable dataset, or a sampler without a length
-        return LoaderSeen(
+        seen = LoaderSeen(
             loader=name,
             at=at,
             sampler=type(sampler).__name__,
@@ -249,21 +224,29 @@ class _Hooks:
             root_samples=None if sized is None else len(_root(sized)[0]),
             batches=batches,
         )
+        self._recorder.write(seen)
+        self._seen[id(loader)] = seen, loader
+        return seen
 
 
 class _RecordedPass:
     """The iterator of one pass over a loader, which records its batches.
 
     Attributes:
-        name: The name of the loader.
+        seen: The description of the loader.
         number: The number of the pass over this loader, from 0.
         num_batches: The batches that the script got so far.
     """
 
     def __init__(
-        self, hooks: _Hooks, loader: DataLoader[Any], name: str, number: int, batches: Iterator[Any]
+        self,
+        hooks: DataHooks,
+        loader: DataLoader[Any],
+        seen: LoaderSeen,
+        number: int,
+        batches: Iterator[Any],
     ) -> None:
-        self.loader, self.name, self.number = loader, name, number
+        self.loader, self.seen, self.number = loader, seen, number
         self.num_batches = 0
         self._hooks, self._batches = hooks, batches
         self._ended = False
@@ -276,21 +259,16 @@ class _RecordedPass:
         return self
 
     def __next__(self) -> Any:
-        if self._hooks.cuts_pass(self, sys._getframe(1)):
+        end = self._hooks.end_of(self, sys._getframe(1))
+        if end is None:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                end = PassExhausted
+        if end is not None:
             self._ended = True
-            self._hooks.record_end(self, PassCut)
+            self._hooks.record_end(self, end)
             raise StopIteration
-        if self._hooks.is_over(self.name):
-            self._hooks.end_here(self, sys._getframe(1))
-            self._ended = True
-            self._hooks.record_end(self, PassEndedByVerify)
-            raise StopIteration
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._ended = True
-            self._hooks.record_end(self, PassExhausted)
-            raise
         indices = getattr(self._batches, "_paceline_indices", None)
         self._hooks.record_batch(self, indices.popleft() if indices else None, batch)
         self.num_batches += 1

@@ -1,16 +1,29 @@
-"""Records the loop: forwards, backwards, whether DDP reduces the gradients, results of evaluations."""
+"""Records the loop: forwards, backwards, updates, schedules, loaded states, and results of evaluations."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
+import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from paceline import torch_private
 from paceline.audit import replay
@@ -18,17 +31,27 @@ from paceline.audit.digests import digest, digest_rows, leaves, numbers_drawn, r
 from paceline.audit.events import (
     BackwardBegun,
     BackwardEnded,
+    Clipped,
     CommHookSet,
     DDPBuilt,
     ForwardBegun,
     ForwardEnded,
+    GradientsCleared,
     NumberRead,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
+    ScalerStepped,
+    ScheduleStepped,
+    StateLoaded,
+    Unscaled,
 )
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, calling_line, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
+from paceline.data.digest import plain
+from paceline.parallel.modules import owned_parameters
 
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
@@ -36,9 +59,9 @@ _MAX_ROWS = 512
 _manual_seed = torch.manual_seed  # not the recording one that replaces it
 
 
-def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
-    """Record forwards and backwards."""
-    hooks = _Hooks(progress, models, tracer)
+def install(progress: Progress, models: Models) -> None:
+    """Record forwards, backwards and optimizer steps, and the calls around them."""
+    hooks = LoopHooks(progress, models)
     register_module_forward_pre_hook(hooks.before_forward)
     register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     intercept("__init__", hooks.build_ddp, DistributedDataParallel)
@@ -46,22 +69,43 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     intercept("backward", hooks.backward, torch.autograd)
     for name in ("item", "__float__", "__int__"):
         intercept(name, hooks.read, torch.Tensor)
+    register_optimizer_step_pre_hook(hooks.before_step)
+    register_optimizer_step_post_hook(hooks.after_step)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        intercept(name, hooks.clip, clip_grad, torch.nn.utils)
+    for name in ("scale", "unscale_", "step", "update"):
+        intercept(name, hooks.scaler_method, GradScaler)
+    intercept("__init__", hooks.build_optimizer, Optimizer)
+    intercept("__init__", hooks.build_schedule, lr_scheduler.LRScheduler)
+    for schedule in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+        intercept("step", hooks.step_schedule, schedule)
+    for owner, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer")):
+        intercept("load_state_dict", partial(hooks.load, what), owner)
+        intercept("zero_grad", hooks.zero_grad, owner)
 
 
-class _Hooks:
-    def __init__(self, progress: Progress, models: Models, tracer: WeightTracer) -> None:
-        self._progress, self._models, self._tracer = progress, models, tracer
+class LoopHooks:
+    """What a rank computes: from the forward of a model to the update of its weights."""
+
+    def __init__(self, progress: Progress, models: Models) -> None:
+        self._progress, self._models = progress, models
+        self._recorder = progress.recorder
+        self._tracer = WeightTracer(progress, models)
         self._pause = ExitStack()
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
-        self._recorder = progress.recorder
-        self._building_ddp = Nesting()
-        self._in_backward = Nesting()
         self._root: torch.nn.Module | None = None
         self._inner: torch.nn.Module | None = None  # the model inside of it
         self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
         # By model, the updates before the latest digests; of a model that is not trained, the evaluations.
-        self._digested_in: dict[int, int] = {}
+        self._digested_in: dict[int, int | None] = {}
+        self._building_ddp = Nesting()
+        self._in_backward = Nesting()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._scaler: GradScaler | None = None
+        self._unscaled: set[int] = set()  # optimizers, since the scaler's last update
+        self._building_schedule = Nesting()
+        self._loading = Nesting()
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
@@ -100,18 +144,19 @@ class _Hooks:
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
-            replay.keep_or_load_weights(self._progress, self._models)
+            replay.begin_evaluation(self._progress, self._models)
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         draws = None if drawn_from is None else numbers_drawn(drawn_from, torch.get_rng_state())
-        if trains and self._sets_seed():
+        if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
             _manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
+        evaluation = None if torch.is_grad_enabled() else self._progress.evaluation
         self._forward = {
             "model": number,
             "at": user_line(),
             "steps_done": self._progress.steps,
             "trains": trains,
-            "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
+            "evaluation": evaluation,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "bypasses_ddp": wrapper is None and trains and self._models.is_reduced(module),
             "random": random_states(),
@@ -120,16 +165,14 @@ class _Hooks:
         }
         if trains and self._digested_in.get(number) != self._progress.updates:
             self._digested_in[number] = self._progress.updates
-            self._forward["params"] = parameter_digests(inner_of(module))
-            self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
-            self._forward["cores"] = sorted(os.sched_getaffinity(0))
-            self._forward["visible_devices"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        elif (
-            not of_trained
-            and self._forward["evaluation"] is not None
-            and self._digested_in.get(number) != self._progress.evaluations
-        ):
-            self._digested_in[number] = self._progress.evaluations
+            self._forward |= {
+                "params": parameter_digests(inner_of(module)),
+                "devices": sorted({str(p.device) for p in module.parameters()}),
+                "cores": sorted(os.sched_getaffinity(0)),
+                "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            }
+        elif not of_trained and evaluation not in (None, self._digested_in.get(number)):
+            self._digested_in[number] = evaluation
             self._forward["other_params"] = parameter_digests(inner_of(module))
         sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(
@@ -139,9 +182,6 @@ class _Hooks:
                 sends_buffers=sends_buffers,
             )
         )
-
-    def _sets_seed(self) -> bool:
-        return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
 
     def build_ddp(
         self, init: Callable[..., None], model: DistributedDataParallel, *args: Any, **kwargs: Any
@@ -196,12 +236,150 @@ class _Hooks:
             path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
             torch.save(self._models.gradients(), path)
 
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._tracer.stop()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._record_step(optimizer)
+            return None
+        is_first = True
+
+        def recorded() -> Any:
+            # The closure computes the gradients. L-BFGS calls it several times; the first call counts.
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self._record_step(optimizer)
+            return loss
+
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, recorded, *args[2:]), others
+
+    def _record_step(self, optimizer: Optimizer) -> None:
+        self._models.report_unreduced(self._progress.steps)
+        gradients = {
+            self._models.name_of(p): p.grad
+            for p in owned_parameters(optimizer)
+            if p.grad is not None
+        }
+        self._recorder.write(
+            OptimizerStepBegun(
+                step=self._progress.step_number(optimizer),
+                at=user_line(),
+                # Some optimizers choose the rate themselves.
+                lrs=[float(group.get("lr") or 0.0) for group in optimizer.param_groups],
+                base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
+                grads={name: digest(g) for name, g in gradients.items()},
+                norms={name: _norm(g) for name, g in gradients.items()},
+                state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
+            )
+        )
+        path = self._progress.plan.folder / "gradients.pt"
+        # The first optimizer's; one inside another one has a part of the same gradients.
+        if self._progress.rank == 0 and not path.exists():
+            torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}
+        number = self._progress.step_number(optimizer)
+        self._recorder.write(OptimizerStepEnded(step=number, params=digests))
+        self._progress.on_step(optimizer)
+        self._tracer.start()
+
+    def clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        result = clip(parameters, *args, **kwargs)
+        given = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
+        max_norm = float(given["max_norm"]) if "max_norm" in given else None
+        if max_norm is not None and math.isinf(max_norm):
+            return result  # this call only measures the norm
+        self._recorder.write(
+            Clipped(
+                at=user_line(),
+                norm=None if result is None else float(result),
+                max_norm=max_norm,
+                scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
+            )
+        )
+        return result
+
+    def _scale_left(self, parameters: set[int]) -> float:
+        """The loss scale that the gradients of these parameters still contain."""
+        if self._scaler is None:
+            return 1.0
+        owned, unscaled = set[int](), set[int]()
+        for optimizer in self._optimizers:
+            own = {id(p) for p in owned_parameters(optimizer)}
+            owned |= own
+            if id(optimizer) in self._unscaled:
+                unscaled |= own
+        clipped = parameters & owned
+        if clipped <= unscaled and (clipped or self._unscaled):
+            return 1.0
+        return self._scaler.get_scale()
+
+    def build_optimizer(
+        self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        init(optimizer, *args, **kwargs)
+        self._optimizers.add(optimizer)
+
+    def scaler_method(
+        self, method: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return method(scaler, *args, **kwargs)
+        name = method.__name__.strip("_")
+        if name == "scale":
+            self._scaler = scaler
+        elif name == "update":
+            self._unscaled.clear()
+        elif sys._getframe(2).f_globals.get("__name__") != GradScaler.__module__:
+            called = Unscaled if name == "unscale" else ScalerStepped
+            self._recorder.write(called(at=user_line()))
+        result = method(scaler, *args, **kwargs)
+        if name == "unscale":
+            self._unscaled.add(id(args[0] if args else kwargs["optimizer"]))
+        return result
+
+    def build_schedule(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._building_schedule:
+            init(*args, **kwargs)  # it calls step()
+
+    def step_schedule(
+        self, step: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = step(schedule, *args, **kwargs)
+        if not self._building_schedule.depth:
+            metric = None
+            if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+                metric = float(args[0] if args else kwargs["metrics"])
+            self._recorder.write(
+                ScheduleStepped(at=user_line(), steps_done=self._progress.steps, metric=metric)
+            )
+        return result
+
+    def zero_grad(self, zero: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._recorder.write(GradientsCleared())
+        return zero(*args, **kwargs)
+
+    def load(self, what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._loading as is_outermost:
+            result = load(*args, **kwargs)
+        if is_outermost:
+            self._recorder.write(StateLoaded(at=user_line(), what=what))
+        return result
+
     def read(self, read: Callable[..., Any], tensor: torch.Tensor) -> Any:
         value = read(tensor)
         evaluation = self._progress.evaluation
         if evaluation is None or tensor.requires_grad:
             return value
         if isinstance(value, int | float) and (at := calling_line()):
+            replay.save_weights(self._progress)
             self._recorder.write(NumberRead(at=at, value=value, evaluation=evaluation))
         return value
 
@@ -212,3 +390,7 @@ def _samples(inputs: Any) -> dict[str, Any]:
     if not tensors:
         return {"samples": None}
     return {"samples": len(tensors[0]), "rows": digest_rows(tensors[0][:_MAX_ROWS])}
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(plain(gradient), dtype=torch.float64))

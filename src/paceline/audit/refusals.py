@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from paceline.audit.events import (
     BackwardBegun,
+    BatchGiven,
     EndedByVerify,
+    EventOfPass,
     ExitCalled,
     Failed,
     Forked,
@@ -13,10 +15,6 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OwnRanksStarted,
     PassBegun,
-    PassCut,
-    PassEndedByVerify,
-    PassExhausted,
-    PassLeft,
     RankStarted,
     StateLoaded,
 )
@@ -97,24 +95,19 @@ def refuse_early_exit(run: Run) -> None:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
-        kinds = PassBegun | PassExhausted | PassEndedByVerify | PassLeft | PassCut
-        passes = [
-            event
-            for event in before
-            if isinstance(event, kinds) and event.loader in log.training_loaders
-        ]
+        passes = [e for e in before if isinstance(e, EventOfPass)]
+        passes = [e for e in passes if e.loader in log.training_loaders]
         # In a script without loaders, an exit inside a function is taken for one in the training.
-        in_training = isinstance(passes[-1], PassBegun) if passes else " in " in exit_.at
+        in_training = " in " in exit_.at
+        if passes:
+            in_training = isinstance(passes[-1], PassBegun | BatchGiven)
         if in_training:
-            who = (
-                "every rank"
-                if all(each.of(ExitCalled) for each in run.ranks)
-                else f"rank {log.rank}"
-            )
+            everywhere = all(each.of(ExitCalled) for each in run.ranks)
             fix = "let the training reach its end"
             raise _refused(
                 run,
-                f"{who} exits after {log.steps} of {run.plan.wanted} steps, in {run.name}.",
+                f"{'every rank' if everywhere else f'rank {log.rank}'} exits after {log.steps} of "
+                f"{run.plan.wanted} steps, in {run.name}.",
                 where=exit_.at,
                 why="sys.exit() was called during the training.",
                 fix=f"{fix}, or use --steps {log.steps}." if log.steps else f"{fix}.",

@@ -1,12 +1,14 @@
-"""Gives the ranks of a replay the batches of the solo run, and its weights before each evaluation.
+"""Gives the ranks of a replay the batches of the solo run, and its weights in evaluations.
 
-The solo run saves both as files. In a mirrored run each rank gets the whole batch; in a divided run each rank
+The solo run saves its batches as files, and its weights in each evaluation with a result: a value that the
+script reduces, gathers or reads. In a mirrored run each rank gets the whole batch; in a divided run each rank
 gets a part of it; an evaluated run gets the weights only. Data and weights are then equal, so the script
 causes every remaining difference.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -25,13 +27,15 @@ class _NoSamples(Exception):
     """A batch has fewer samples than there are ranks, so this rank gets none."""
 
 
-def keep_or_load_weights(progress: Progress, models: Models) -> None:
-    """Before an evaluation: keep the weights of the solo run, or load them in a later run."""
-    name = f"weights-{progress.evaluations}.pt"
+def begin_evaluation(progress: Progress, models: Models) -> None:
+    """Before an evaluation: copy the weights of the solo run, or load those that it saved in a later run."""
     if progress.plan.mode == "solo":
         states = {number: model.state_dict() for number, model in models.by_number().items()}
-        torch.save(states, progress.plan.folder / name)
-    elif progress.plan.solo is not None and (path := progress.plan.solo / name).exists():
+        progress.weights_of_evaluation = copy.deepcopy(states)
+    elif progress.plan.solo is not None:
+        path = _weights_path(progress.plan.solo, progress.evaluation)
+        if not path.exists():
+            return
         states = torch.load(path, map_location="cpu", weights_only=True)
         for number, model in models.by_number().items():
             own = model.state_dict()
@@ -39,6 +43,18 @@ def keep_or_load_weights(progress: Progress, models: Models) -> None:
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and key in own and own[key].shape == value.shape:
                     own[key].copy_(value)
+
+
+def save_weights(progress: Progress) -> None:
+    """Save the weights of this evaluation of the solo run, because it has a result, which rules compare."""
+    if progress.weights_of_evaluation is not None:
+        path = _weights_path(progress.plan.folder, progress.evaluation)
+        torch.save(progress.weights_of_evaluation, path)
+        progress.weights_of_evaluation = None
+
+
+def _weights_path(folder: Path, evaluation: int | None) -> Path:
+    return folder / f"weights-{evaluation}.pt"
 
 
 def _batch_path(folder: Path, loader: str, pass_number: int, number: int) -> Path:

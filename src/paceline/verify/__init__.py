@@ -1,6 +1,7 @@
 """`paceline verify`: whether a script trains the same on 1 and on N processes.
 
-`session` runs the script. In each rank, `harness` installs the recording: that of `paceline.audit`, and
-`record_paceline` for scripts that use paceline. `compare` judges the runs of such scripts; the audit judges
-all others.
+This room runs the script and reports. `session` decides which runs are made, `forked_ranks` starts their
+ranks, and `harness` installs the recording in each. Scripts that use paceline are recorded by
+`record_paceline` and judged by `compare`; all others are judged by `paceline.audit`. `report` writes the
+result of both.
 """

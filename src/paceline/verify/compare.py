@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from paceline.audit.events import (
     Evaluated,
@@ -23,7 +23,8 @@ from paceline.audit.events import (
     WeightsAt,
 )
 from paceline.audit.evidence import Run
-from paceline.audit.report_text import finding, section
+
+P = TypeVar("P", bound=PointEvent)
 
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
@@ -56,46 +57,20 @@ class Difference:
     """The first difference.
 
     Attributes:
-        step: The step in which the runs differ, from 1; for an evaluation the step before it; 0 at the start.
         quantity: A key of `_WHY`.
         name: The name of the parameter or the score.
-        counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
         values: The two values. For a tensor its norms, or its sums or digests if the norms are equal.
         relative: The relative difference; None for samples and missing tensors.
+        step: The step in which the runs differ, from 1; for an evaluation the step before it; 0 at the start.
+        counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
     """
 
-    step: int
     quantity: str
     name: str
-    counts: tuple[int, int]
     values: tuple[Any, Any]
     relative: float | None = None
-
-    def lines(self, at: str) -> list[str]:
-        """The difference as text."""
-        one, other = self.counts
-        what = f"{self.quantity} {self.name}".strip()
-        a, b = (
-            ", ".join(map(str, v)) or "none" if isinstance(v, list) else repr(v)
-            for v in self.values
-        )
-        if self.quantity == "parameter of ranks":
-            what = f"parameter {self.name} differs between rank {one} and rank {other}."
-            shown = f"{a} on rank {one}, {b} on rank {other}"
-        else:
-            verb = "differ" if self.quantity == "samples" else "differs"
-            what = f"{what} {verb} between {one} and {other} processes."
-            shown = f"{a} on {_processes(one)}, {b} on {other}"
-        if self.relative is not None:
-            shown += f"; relative difference {self.relative:.3g}"
-        is_evaluation = "evaluation" in self.quantity
-        when = f"{'after' if is_evaluation else 'in'} step {self.step}"
-        return finding(
-            f"FAULT  {when if self.step else 'before the first step'}, {what}",
-            where=f"the {'evaluation' if is_evaluation else 'training built'} at {at}",
-            why=_WHY[self.quantity],
-            shown=shown,
-        )
+    step: int = 0
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +78,11 @@ class Comparison:
     """The result: which runs were compared, which quantities were equal, and the first difference.
 
     Attributes:
+        at: The line of the evaluation that differs, else that where the training was built.
         evaluations: How many evaluations each run made.
+        why: Why the runs differ or could not be compared.
+        equal: How often each quantity was compared, and its largest difference.
+        unknown: What could not be judged, with the reason.
     """
 
     verdict: Literal["sound", "fault", "refused"]
@@ -114,27 +93,6 @@ class Comparison:
     why: str = ""
     equal: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-
-    def facts(self) -> dict[str, Any]:
-        """The result as JSON."""
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        """The result as text."""
-        lines = []
-        if self.verdict == "refused":
-            lines += finding(f"could not be verified: {self.why}", where=self.at)
-        if self.difference is not None:
-            lines += self.difference.lines(self.at)
-        lines.append(f"compared: {self.compared}")
-        lines += section("equal", self.equal) + section("could not be judged", self.unknown)
-        if self.verdict == "sound":
-            last = "sound: the same training on every number of processes"
-            last += "" if self.evaluations else "; no evaluation by Paceline was reached"
-            lines.append(last + "; evaluations were not judged" * bool(self.unknown))
-        elif self.verdict == "refused" and self.unknown:
-            lines.append("not judged: losses, gradients and evaluations")
-        return lines
 
 
 @dataclass(frozen=True)
@@ -154,33 +112,24 @@ class Point:
     @property
     def kind(self) -> str:
         """ "start", "step" or "evaluation"."""
-        return "evaluation" if self.evaluations else "step" if self.steps else "start"
+        if self.of(Evaluated):
+            return "evaluation"
+        return "step" if self.of(TrainingStep) else "start"
 
-    @property
-    def weights(self) -> list[WeightsAt]:
-        """The weights of each rank, at the start or after a step."""
-        return [event for event in self.ranks if isinstance(event, WeightsAt)]
-
-    @property
-    def steps(self) -> list[TrainingStep]:
-        """The step of each rank."""
-        return [event for event in self.ranks if isinstance(event, TrainingStep)]
-
-    @property
-    def evaluations(self) -> list[Evaluated]:
-        """The evaluation of each rank."""
-        return [event for event in self.ranks if isinstance(event, Evaluated)]
+    def of(self, kind: type[P]) -> list[P]:
+        """The events of the ranks, those of this kind."""
+        return [event for event in self.ranks if isinstance(event, kind)]
 
     @property
     def ids(self) -> Counter[int]:
         """The samples of a step over all ranks."""
-        return Counter(i for step in self.steps for i in step.ids)
+        return Counter(i for step in self.of(TrainingStep) for i in step.ids)
 
     @property
     def loss(self) -> float:
         """The mean loss of a step; the ranks' sums are added in rank order."""
-        total = sum(step.loss for step in self.steps)
-        return total / (sum(step.count for step in self.steps) or 1)
+        steps = self.of(TrainingStep)
+        return sum(step.loss for step in steps) / (sum(step.count for step in steps) or 1)
 
 
 def _points(run: Run) -> list[Point]:
@@ -200,21 +149,21 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         rtol: Relative difference that is allowed; None for `_RTOL`. Without effect with `bitwise`.
         bitwise: Whether every bit must be equal.
     """
-    one = runs[0]
+    one, *others = runs
     counts = [run.plan.world_size for run in runs]
     points = _points(one)
     trainings = one.ranks[0].of(TrainingBuilt)
-    evaluations = _count(points, "evaluation")
     how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
     steps = [step for run in runs for log in run.ranks for step in log.of(TrainingStep)]
     if any(step.dropout_off for step in steps):
         compared += ", with dropout turned off"
-    for run in runs[1:]:
+    result = Comparison("sound", compared, trainings[0].at, _count(points, "evaluation"))
+    for run in others:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return Comparison("refused", compared, trainings[0].at, evaluations, why=why)
+            return replace(result, verdict="refused", why=why)
     values_unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
     unknown = values_unknown + scores_unknown
     search = _Search(
@@ -222,23 +171,20 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         with_values=not values_unknown,
         with_scores=not unknown,
     )
-    for run in runs[1:]:
+    for run in others:
         for a, b in zip(points, _points(run), strict=True):
-            difference = next(search.differences(a, b), None)
+            difference = search.first_difference(a, b)
             if difference is not None:
                 at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training]).at
                 why = _WHY[difference.quantity]
-                return Comparison(
-                    "fault", compared, at, evaluations, difference, why, search.equal(), unknown
-                )
+                found = replace(result, verdict="fault", at=at, difference=difference, why=why)
+                return replace(found, equal=search.equal(), unknown=unknown)
         search.next_run()
-    if values_unknown:
-        why = "the losses and gradients were not compared, for the reason below."
-        equal = search.equal()
-        at = trainings[0].at
-        return Comparison("refused", compared, at, evaluations, None, why, equal, unknown)
-    at = trainings[0].at
-    return Comparison("sound", compared, at, evaluations, equal=search.equal(), unknown=unknown)
+    result = replace(result, equal=search.equal(), unknown=unknown)
+    if not values_unknown:
+        return result
+    why = "the losses and gradients were not compared, for the reason below."
+    return replace(result, verdict="refused", why=why)
 
 
 def _count(points: list[Point], kind: str) -> int:
@@ -251,13 +197,13 @@ def _why_not_comparable(one: list[Point], other: list[Point], count: int, others
         a, b = _count(one, kind), _count(other, kind)
         if a != b:
             return (
-                f"the script makes {a} {kind}{'s' * (a != 1)} with {_processes(count)} and {b} with "
+                f"the script makes {a} {kind}{'s' * (a != 1)} with {processes(count)} and {b} with "
                 f"{others}: the number depends on the number of processes."
             )
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
             return (
-                f"after step {x.step} the script continues with: {x.kind} on {_processes(count)}, "
+                f"after step {x.step} the script continues with: {x.kind} on {processes(count)}, "
                 f"{y.kind} on {others}."
             )
     return ""
@@ -332,69 +278,87 @@ class _Search:
             lines.append(f"{quantity}: {times} compared{near}")
         return lines
 
-    def differences(self, a: Point, b: Point) -> Iterator[Difference]:
-        """The differences between two points, in the order of the script."""
-        counts = len(a.ranks), len(b.ranks)
+    def first_difference(self, a: Point, b: Point) -> Difference | None:
+        """The first difference between two points, in the order of the script."""
+        found = next(self._differences(a, b), None)
+        if found is None:
+            return None
+        return replace(found, step=a.step, counts=found.counts or (len(a.ranks), len(b.ranks)))
+
+    def _differences(self, a: Point, b: Point) -> Iterator[Difference]:
         if a.kind == "evaluation":
-            yield from self._evaluations(a, b, counts)
+            yield from self._evaluations(a, b)
             return
         if a.kind == "step":
-            yield from self._samples(a, b, counts)
+            yield from self._samples(a, b)
             if self._with_values:
-                yield from self._number(a, counts, "loss", (a.loss, b.loss))
-                grads = a.steps[0].grads, b.steps[0].grads
+                yield from self._number("loss", (a.loss, b.loss), training=a.training)
+                grads = a.of(TrainingStep)[0].grads, b.of(TrainingStep)[0].grads
                 x, y = (math.hypot(*(g[1] for g in each.values())) for each in grads)
-                yield from self._number(a, counts, "gradient norm", (x, y))
-                yield from self._tensors(a, counts, "gradient", *grads, rtol=self._exact)
-        own, other = a.weights[0].params, b.weights[0].params
-        for rank, event in enumerate(b.weights[1:], 1):
-            pair = other, event.params
-            yield from self._tensors(b, (0, rank), "parameter of ranks", *pair, rtol=0.0)
-        for event in b.weights:
-            pair = own, event.params
+                yield from self._number("gradient norm", (x, y), training=a.training)
+                yield from self._tensors("gradient", *grads, rtol=self._exact)
+        own, other = a.of(WeightsAt)[0].params, b.of(WeightsAt)[0].params
+        for rank, event in enumerate(b.of(WeightsAt)[1:], 1):
+            for found in self._tensors("parameter of ranks", other, event.params, rtol=0.0):
+                yield replace(found, counts=(0, rank))
+        for event in b.of(WeightsAt):
             if not isinstance(event, TrainingStep):
-                yield from self._tensors(a, counts, "weights at the start", *pair, rtol=self._rtol)
+                yield from self._tensors("weights at the start", own, event.params, rtol=self._rtol)
             elif self._with_values:
-                yield from self._tensors(a, counts, "parameter", *pair, rtol=self._exact)
-                pair = a.steps[0].buffers, event.buffers
-                yield from self._tensors(a, counts, "buffer", *pair, rtol=self._exact)
+                yield from self._tensors("parameter", own, event.params, rtol=self._exact)
+                buffers = a.of(TrainingStep)[0].buffers
+                yield from self._tensors("buffer", buffers, event.buffers, rtol=self._exact)
 
-    def _samples(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
+    def _samples(self, a: Point, b: Point) -> Iterator[Difference]:
         one, other = a.ids, b.ids
         if not one and not other:
             return  # not recorded in either run, so nothing was compared
         self._times["samples of a step"] += 1
         if one != other:
             only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
-            name = "ids"
-            yield Difference(a.step, "samples", name, counts, (only[0], only[1]))
+            yield Difference("samples", "ids", (only[0], only[1]))
         # A sampler may repeat samples by itself, as with replacement=True: then the run of one process does.
-        key = a.training, a.steps[0].epoch
+        key = a.training, a.of(TrainingStep)[0].epoch
         used_by_one, used = self._used.setdefault(key, (Counter(), Counter()))
         used_by_one.update(one)
         used.update(other)
         twice = [i for i in other if used[i] > max(1, used_by_one[i])]
         if twice:
             name = "ids that were used before in this epoch"
-            yield Difference(a.step, "samples", name, counts, ([], twice[:_MAX_IDS]))
+            yield Difference("samples", name, ([], twice[:_MAX_IDS]))
+
+    def _evaluations(self, a: Point, b: Point) -> Iterator[Difference]:
+        first = a.of(Evaluated)[0]
+        samples = first.samples
+        for event in b.of(Evaluated):
+            quantity = "samples of an evaluation"
+            self._times[quantity] += 1
+            if event.samples != samples:
+                yield Difference(quantity, "", (samples, event.samples))
+            for name, x in first.values.items() if self._with_scores else ():
+                y = event.values.get(name, math.nan)
+                floor = 0.0
+                if self._rtol and _is_share(x, samples) and _is_share(y, samples):
+                    # Rounding may change the prediction for one sample.
+                    floor = 1 / (samples * self._rtol)
+                yield from self._number("evaluation", (float(x), float(y)), name=name, floor=floor)
 
     def _number(
         self,
-        at: Point,
-        counts: tuple[int, int],
         quantity: str,
         pair: tuple[float, float],
         *,
+        training: int = 0,
         name: str = "",
         floor: float | None = None,
     ) -> Iterator[Difference]:
         """The difference of two numbers, relative to the larger one or to `floor` if that is more.
 
-        By default, `floor` is the part `_FLOOR` of the largest number of this quantity so far.
+        By default, `floor` is the part `_FLOOR` of the largest such number of the training so far.
         """
         self._times[quantity] += 1
         if floor is None:
-            key = at.training, quantity
+            key = training, quantity
             largest = max(self._scale.get(key, 0.0), *map(abs, pair))
             self._scale[key], floor = largest, _FLOOR * largest
         x, y = pair
@@ -402,23 +366,16 @@ class _Search:
         relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
         self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
         if not relative <= self._rtol:
-            yield Difference(at.step, quantity, name, counts, pair, relative)
+            yield Difference(quantity, name, pair, relative)
 
     def _tensors(
-        self,
-        at: Point,
-        counts: tuple[int, int],
-        quantity: str,
-        one: dict[str, Any],
-        other: dict[str, Any],
-        *,
-        rtol: float | None,
+        self, quantity: str, one: dict[str, Any], other: dict[str, Any], *, rtol: float | None
     ) -> Iterator[Difference]:
         """The differences of tensors, [digest, norm, sum] each; of their names only if `rtol` is None."""
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
                 present = [each[name][1] if name in each else None for each in (one, other)]
-                yield Difference(at.step, quantity, name, counts, (present[0], present[1]))
+                yield Difference(quantity, name, (present[0], present[1]))
             elif rtol is not None:
                 self._times[quantity] += 1
                 x, y = one[name], other[name]
@@ -426,25 +383,7 @@ class _Search:
                 relative = max(abs(x[1] - y[1]), abs(x[2] - y[2])) / size
                 if x[0] != y[0] and not (rtol and relative <= rtol):
                     kind = next(i for i in (1, 2, 0) if x[i] != y[i])
-                    values = x[kind], y[kind]
-                    yield Difference(at.step, quantity, name, counts, values, relative)
-
-    def _evaluations(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
-        first = a.evaluations[0]
-        samples = first.samples
-        for event in b.evaluations:
-            quantity = "samples of an evaluation"
-            self._times[quantity] += 1
-            if event.samples != samples:
-                yield Difference(a.step, quantity, "", counts, (samples, event.samples))
-            for name, x in first.values.items() if self._with_scores else ():
-                y = event.values.get(name, math.nan)
-                floor = 0.0
-                if self._rtol and _is_share(x, samples) and _is_share(y, samples):
-                    # Rounding may change the prediction for one sample.
-                    floor = 1 / (samples * self._rtol)
-                pair = float(x), float(y)
-                yield from self._number(a, counts, "evaluation", pair, name=name, floor=floor)
+                    yield Difference(quantity, name, (x[kind], y[kind]), relative)
 
 
 def _is_share(value: float, samples: int) -> bool:
@@ -453,5 +392,6 @@ def _is_share(value: float, samples: int) -> bool:
     return 0 <= value <= 1 and abs(count - round(count)) < 1e-4
 
 
-def _processes(count: int) -> str:
+def processes(count: int) -> str:
+    """A number of processes in words."""
     return f"{count} process{'es' * (count != 1)}"

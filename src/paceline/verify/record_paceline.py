@@ -62,7 +62,7 @@ _DROPOUTS = {
 
 def install(progress: Progress) -> None:
     """Record every `Training` and every evaluation."""
-    hooks = _Hooks(progress)
+    hooks = PacelineHooks(progress)
     register_optimizer_step_pre_hook(hooks.before_update)
     intercept("resolve", hooks.resolve, Mesh)
     intercept("record_delivered", hooks.record_delivered, Loader)
@@ -75,7 +75,9 @@ def install(progress: Progress) -> None:
     intercept("evaluate", hooks.evaluate, evaluation, trainer)
 
 
-class _Hooks:
+class PacelineHooks:
+    """What the `Training` of a rank does, and its evaluations."""
+
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
@@ -102,7 +104,7 @@ class _Hooks:
     def build_training(
         self, init: Callable[..., None], training: Training, *args: Any, **kwargs: Any
     ) -> None:
-        self._progress.ends_by_itself = True
+        self._progress.uses_paceline = True
         # `verify` compares the ranks itself; the check of the training would stop the run.
         kwargs.pop("desync_also", None)
         kwargs["desync_every"] = 0

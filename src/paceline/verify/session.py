@@ -8,23 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from paceline.audit import evidence
-from paceline.audit.audit import AuditResult, audit
-from paceline.audit.events import CompileCalled, ForwardBegun, SeedSet, TrainingBuilt, TrainsOn
+from paceline.audit.audit import audit
+from paceline.audit.events import TrainingBuilt
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit
-from paceline.audit.rules.rule import NotJudged
 from paceline.audit.run_plan import RunPlan
 from paceline.errors import ConfigError
-from paceline.exit_codes import ExitCode
 from paceline.verify.compare import compare
 from paceline.verify.forked_ranks import ForkedRanks, preload
+from paceline.verify.report import VerifyResult, notes_on, report_audits, report_comparison
 
 _POLL_S = 0.25
 # The longest time of a replay: a script may wait in a busy loop for batches that it does not get there.
@@ -62,15 +59,6 @@ class VerifyOptions:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class VerifyResult:
-    """The exit code, the report, and the same as JSON."""
-
-    exit_code: int
-    lines: list[str]
-    facts: dict[str, Any]
-
-
 def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyResult:
     """Run the script at every number of processes, and judge it. `announce` gets a line for each run.
 
@@ -98,99 +86,26 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         refuse_early_exit(solo)
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
+        notes = notes_on(solo)
         if solo.ranks[0].of(TrainingBuilt):
-            result = _compare(options, solo, counts, run, folder)
-        else:
-            for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
-                if option:
-                    raise ConfigError(
-                        f"{name} has no effect on a script that does not use paceline.",
-                        why="such a script is audited; its runs are not compared with each other.",
-                        fix=f"leave {name} out.",
-                    )
-            audits = [audit(solo, count, run, folder, strict=options.strict) for count in counts]
-            result = _result_of_audits(audits)
-        return _with_notes(result, solo)
+            runs = [solo]
+            for count in counts:
+                ordinary = RunPlan(folder / f"ordinary-{count}", "ordinary", count, steps)
+                runs.append(run(replace(ordinary, bitwise=options.bitwise)))
+                refuse(runs[-1])
+            found = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
+            return report_comparison(found, notes)
+        for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
+            if option:
+                raise ConfigError(
+                    f"{name} has no effect on a script that does not use paceline.",
+                    why="such a script is audited; its runs are not compared with each other.",
+                    fix=f"leave {name} out.",
+                )
+        audits = [audit(solo, count, run, folder, strict=options.strict) for count in counts]
+        return report_audits(audits, notes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _compare(
-    options: VerifyOptions,
-    solo: Run,
-    counts: list[int],
-    run: Callable[[RunPlan], Run],
-    folder: Path,
-) -> VerifyResult:
-    """Compare the runs of a script that uses paceline."""
-    runs = [solo]
-    for count in counts:
-        ordinary = RunPlan(folder / f"ordinary-{count}", "ordinary", count, solo.plan.steps)
-        runs.append(run(replace(ordinary, bitwise=options.bitwise)))
-        refuse(runs[-1])
-    comparison = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-    code = {"sound": ExitCode.OK, "fault": ExitCode.FAILED, "refused": ExitCode.NOT_JUDGED}[
-        comparison.verdict
-    ]
-    return VerifyResult(code, comparison.lines(), {"kind": "paceline", **comparison.facts()})
-
-
-def _result_of_audits(audits: list[AuditResult]) -> VerifyResult:
-    """The result for a script that does not use paceline: one audit for each number of processes."""
-    lines: list[str] = []
-    for each in audits:
-        if len(audits) > 1:
-            lines.append(f"--- {each.case.world_size} processes ---")
-        lines += each.lines()
-    faults = {name for each in audits for name in each.faults}
-    notes = {name for each in audits for name in each.notes}
-    open_questions = [judged for each in audits for judged in each.of(NotJudged).items()]
-    not_judged = {name for name, _ in open_questions}
-    unexplained = {name for name, why in open_questions if why.differs}
-    if faults:
-        last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
-    elif unexplained:
-        last = (
-            f"not judged: a difference that may be right or wrong: {', '.join(sorted(unexplained))}"
-        )
-    else:
-        last = "sound: no fault found"
-        last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
-        rules = "rule" if len(not_judged) == 1 else "rules"
-        last += f"; {len(not_judged)} {rules} could not judge" if not_judged else ""
-    steps = max(each.case.ordinary.plan.wanted for each in audits)
-    facts = {"kind": "audit", "steps": steps, "audits": [each.facts() for each in audits]}
-    code = ExitCode.FAILED if faults else ExitCode.NOT_JUDGED if unexplained else ExitCode.OK
-    return VerifyResult(code, [*lines, last], facts)
-
-
-def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
-    """Add what verification changed in the script, before the last line of the report."""
-    log = solo.ranks[0]
-    notes = []
-    compiled = log.first(CompileCalled)
-    if compiled is not None:
-        notes.append(
-            f"torch.compile was turned off during verification (first call: {compiled.at}); the "
-            "compiled code itself is not verified."
-        )
-    before = takewhile(lambda event: not isinstance(event, ForwardBegun), log.events)
-    if not log.of(TrainingBuilt) and not any(isinstance(event, SeedSet) for event in before):
-        notes.append(
-            "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
-            "in the ordinary run a different one on each rank, else one for all."
-        )
-    if log.of(TrainsOn):
-        watched = solo.plan.steps if log.of(TrainingBuilt) else solo.steps
-        notes.append(
-            f"the script trains on after the {watched} steps that were watched, and a fault that comes "
-            f"later is not seen. --steps {10 * watched} watches more."
-        )
-    if not notes:
-        return result
-    *lines, last = result.lines
-    lines = [*lines, *(f"note: {note}" for note in notes), last]
-    return replace(result, lines=lines, facts=result.facts | {"notes": notes})
 
 
 def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float:
@@ -201,11 +116,7 @@ def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float
 
 
 def _run(plan: RunPlan, options: VerifyOptions) -> Run:
-    """Run the script as planned, and read what its ranks recorded.
-
-    Raises:
-        OSError: the launcher could not be started.
-    """
+    """Run the script as planned, and read what its ranks recorded."""
     plan.folder.mkdir(parents=True)
     output = plan.folder / "output.txt"
     output.touch()

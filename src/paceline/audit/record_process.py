@@ -1,0 +1,139 @@
+"""Records the process of a rank: its start, seeds, forks, ranks of its own, and its end.
+
+It also seeds the script and turns `torch.compile` off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import SpawnContext
+
+from paceline.audit.events import (
+    CompileCalled,
+    ExitCalled,
+    Failed,
+    Forked,
+    GroupInitialised,
+    OwnRanksStarted,
+    RankEnded,
+    RankStarted,
+    SeedSet,
+)
+from paceline.audit.models import Models, buffer_digests
+from paceline.audit.progress import Progress
+from paceline.audit.record import frames, intercept, is_user_code, line_of, user_line
+
+_SEED = 20_260
+
+
+def install(progress: Progress, models: Models, control: object) -> None:
+    """Record the start of this rank now, and what becomes of it later.
+
+    Args:
+        control: The rank's connection to its launcher. Its `send` carries the error of a failed script.
+    """
+    progress.recorder.write(
+        RankStarted(
+            host=socket.gethostname(),
+            cores=sorted(os.sched_getaffinity(0)),
+            cuda_devices=torch.cuda.device_count(),
+        )
+    )
+    # For a script that sets no seed, so that its runs can be compared. In the ordinary run each rank has its
+    # own seed, as it would have without `verify`.
+    seed = _SEED + (progress.rank if progress.plan.mode == "ordinary" else 0)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    # torch warns about module hooks under torch.compile at each call; a script may turn that into an error.
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch.compile\(module\)` when there are global"
+    )
+    hooks = ProcessHooks(progress, models)
+    intercept("manual_seed", hooks.set_seed, torch, torch.random)
+    intercept("compile", hooks.compile_eagerly, torch)
+    intercept("init_process_group", hooks.init_process_group, c10d, dist)
+    intercept("start_processes", hooks.start_processes, sys.modules[SpawnContext.__module__], mp)
+    intercept("send", hooks.send, control)
+    intercept("exit", hooks.exit, sys)
+    os.register_at_fork(before=hooks.before_fork)
+    atexit.register(hooks.at_exit)
+
+
+class ProcessHooks:
+    """What a rank does as a process."""
+
+    def __init__(self, progress: Progress, models: Models) -> None:
+        self._progress, self._models = progress, models
+        self._recorder = progress.recorder
+
+    def set_seed(self, seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._recorder.write(SeedSet())
+        return seed(*args, **kwargs)
+
+    def compile_eagerly(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make compiled functions run eagerly, because a compiled graph cannot contain the hooks."""
+        self._recorder.write(CompileCalled(at=user_line()))
+        torch.compiler.set_stance("force_eager")
+        return compile_(*args, **kwargs)
+
+    def init_process_group(
+        self, initialise: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if multiprocessing.parent_process() is not None and not dist.is_initialized():
+            self._end_spawning("init_process_group() in processes that it starts")
+        self._recorder.write(GroupInitialised(at=user_line(), backend=backend))
+        return initialise(backend, *args, **kwargs)
+
+    def start_processes(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized() and not self._progress.steps:
+            self._end_spawning("torch.multiprocessing.spawn()")
+        return start(*args, **kwargs)
+
+    def _end_spawning(self, call: str) -> None:
+        self._recorder.write(OwnRanksStarted(at=user_line(), call=call))
+        self._progress.end()
+
+    def before_fork(self) -> None:
+        """Record a fork by the script itself, not by loaders or subprocesses."""
+        for frame in frames():
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith(("multiprocessing", "subprocess", "torch")):
+                return
+            if is_user_code(frame):
+                self._recorder.write(Forked(at=line_of(frame)))
+                return
+
+    def send(self, send: Callable[..., bool], event: dict[str, Any]) -> bool:
+        if event.get("event") in ("failed", "exit", "interrupted"):
+            names = {each.name for each in fields(Failed)}
+            self._recorder.write(Failed(**{k: v for k, v in event.items() if k in names}))
+        return send(event)
+
+    def exit(self, exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
+        by = str(sys._getframe(2).f_globals.get("__name__"))
+        # The end of the rank itself has no line: below it are the frames of the command that was forked.
+        at = "" if by.startswith("paceline.") else user_line()
+        self._recorder.write(ExitCalled(at=at, by=by, code=code[0] if code else None))
+        exit_(*code)
+
+    def at_exit(self) -> None:
+        """Record the end. If it is missing, the rank was killed or called `os._exit`."""
+        models = self._models.by_number()
+        buffers = {str(number): buffer_digests(model) for number, model in models.items()}
+        self._recorder.write(RankEnded(buffers=buffers, wanted=self._progress.wanted))
