@@ -691,8 +691,8 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
     ("mode", "max_steps", "cpu_s_of_step", "steps"),
     [
         ("solo", 0, 0.0, 20),  # with --steps 20
-        ("solo", 200, 0.01, 200),  # fast: the limit
-        ("solo", 200, 0.125, 33),  # those that begin in 4 s after the first step
+        ("solo", 200, 0.005, 200),  # fast: the limit
+        ("solo", 200, 0.0625, 27),  # those that begin in 1 s after the first step, and 10 more
         ("solo", 200, 1.0, 20),
         ("ordinary", 31, 1.0, 31),  # as many as the solo run, however long it takes
         ("ordinary", 12, 1.0, 20),
@@ -712,3 +712,27 @@ def test_fast_scripts_are_watched_longer(
         progress.on_batch("loader")
         progress.on_step(optimizer)
     assert progress.steps == progress.wanted == steps
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "slow_from", "cut_at"), [(20, 99, 10), (200, 13, 15), (200, 999, 190)]
+)
+def test_a_pass_is_cut_when_the_last_steps_begin(
+    max_steps: int, slow_from: int, cut_at: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However fast the steps were before."""
+    cpu_s = 0.0
+    monkeypatch.setattr("paceline.audit.progress.time.process_time", lambda: cpu_s)
+    plan = RunPlan(tmp_path, "solo", 1, 20, max_steps=max_steps)
+    progress = Progress(plan, cast(Any, SimpleNamespace()), 0)
+    optimizer, cuts = object(), []
+    while not progress.is_over:
+        cpu_s += 0.8 if progress.steps >= slow_from else 0.001
+        progress.on_batch("loader")
+        assert not progress.cuts_pass(1000)  # within a step
+        progress.on_step(optimizer)
+        assert not progress.cuts_pass(15)  # it ends by itself
+        if progress.cuts_pass(1000):
+            cuts.append(progress.steps)
+    assert cuts == [cut_at]
+    assert progress.steps == cut_at + 10

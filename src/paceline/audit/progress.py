@@ -4,8 +4,8 @@ After the last wanted step the training loaders end and stay empty, so that eval
 too. The script is ended when it starts to train again. A script without loaders is ended after its next
 optimizer step.
 
-The solo run goes on to the limit of the plan as long as it is fast. The other runs take as many steps as it
-took.
+The solo run goes on to the limit of the plan as long as it is fast, and then takes its last steps. The other
+runs take as many steps as it took.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _GRACE_STEPS = 2
 _EVALUATIONS_PER_STEP = 100
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
-# A run goes on beyond the planned steps only as long as it took less CPU time and less time since its first
-# step. CPU time, so that the number of steps does not depend on what else the machine does; time, for
-# steps that wait for their data.
-_FURTHER_CPU_S, _FURTHER_S = 4.0, 15.0
+# The last steps of a run begin when it took this CPU time or this time since its first step. CPU time, so
+# that the number of steps does not depend on what else the machine does; time, for steps that wait for data.
+_CPU_S, _TIME_S = 1.0, 15.0
 
 
 class Enough(SystemExit):
@@ -83,32 +82,24 @@ class Progress:
         return self.steps - self._alone >= self.wanted
 
     def cuts_pass(self, batches: int) -> bool:
-        """Whether to end a pass of so many batches here: too few steps are left to see the next one begin.
+        """Whether to end a pass of so many batches here, to see the next one begin: the run ends before it.
 
-        The solo run cuts a pass after half of the planned steps or later; other runs cut after the same step.
-        A replay ends where the solo run ended. The next pass begins with that step, and is not cut.
+        The solo run cuts a pass when its last steps begin; other runs cut after the same step. A replay ends
+        where the solo run ended. The next pass begins with that step, and is not cut.
         """
         if self.plan.mode in REPLAYS or self.loaders_of_step:
             return False
         if self.plan.mode == "solo":
-            at, expected = self.plan.steps // 2, self._expected_steps()
+            at, end = self._alone + self.wanted - self.plan.last_steps, self.wanted
         elif self.plan.cut_at is not None:
-            at = expected = self.plan.cut_at
+            at = end = self.plan.cut_at
         else:
             return False
         # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
-        if batches <= expected or self.steps < at or self._cut_at not in (None, self.steps):
+        if batches <= end or self.steps < at or self._cut_at not in (None, self.steps):
             return False
         self._cut_at = self.steps
         return True
-
-    def _expected_steps(self) -> int:
-        """The steps that the solo run will take, from the CPU time of those before."""
-        if self._first_step is None or self.steps < 2:
-            return self.plan.steps
-        of_step = (time.process_time() - self._first_step[0]) / (self.steps - 1)
-        fitting = int(_FURTHER_CPU_S / max(of_step, 1e-6))
-        return max(self.plan.steps, min(self.plan.max_steps, fitting))
 
     def on_first_ddp(self) -> None:
         """Note that the ranks train together from now on."""
@@ -176,7 +167,8 @@ class Progress:
             return
         self.steps, self._round = number, {optimizer}
         is_fast = self._is_fast()
-        if self.steps - self._alone == self.wanted < self.plan.max_steps and is_fast:
+        in_last = self.steps - self._alone + self.plan.last_steps == self.wanted
+        if in_last and self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
         grace = _GRACE_STEPS if self.loaders_of_step else 0
         if self.steps - self._alone > self.wanted + grace and not self.uses_paceline:
@@ -186,7 +178,7 @@ class Progress:
     def _is_fast(self) -> bool:
         now = time.process_time(), time.monotonic()
         first = self._first_step = self._first_step or now
-        return now[0] - first[0] < _FURTHER_CPU_S and now[1] - first[1] < _FURTHER_S
+        return now[0] - first[0] < _CPU_S and now[1] - first[1] < _TIME_S
 
     def on_empty_pass(self) -> None:
         """Note that the script starts another pass over a training loader after the wanted steps.

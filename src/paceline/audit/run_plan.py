@@ -46,6 +46,11 @@ class RunPlan:
     cut_at: int | None = None
 
     @property
+    def last_steps(self) -> int:
+        """The steps of a run that are left when it cuts a pass, to see the next one begin."""
+        return (self.steps + 1) // 2
+
+    @property
     def wanted(self) -> int:
         """The steps that each rank should take; the solo run may take more."""
         return self.steps if self.mode == "solo" else max(self.steps, self.max_steps)

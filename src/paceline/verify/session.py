@@ -19,6 +19,7 @@ from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit
 from paceline.audit.run_plan import RunPlan
 from paceline.errors import ConfigError
+from paceline.launch.local_ranks import choose_threads
 from paceline.verify.compare import compare
 from paceline.verify.forked_ranks import ForkedRanks, preload
 from paceline.verify.report import VerifyResult, notes_on, report_audits, report_comparison
@@ -120,7 +121,13 @@ def _run(plan: RunPlan, options: VerifyOptions) -> Run:
     plan.folder.mkdir(parents=True)
     output = plan.folder / "output.txt"
     output.touch()
-    ranks = ForkedRanks(plan.world_size, options.script, plan.to_environment(), output)
+    environ = plan.to_environment()
+    # All runs have the threads of the largest one: sums then have one order. And on a busy machine, the
+    # threads of one process would use much CPU time to wait for each other.
+    threads, _ = choose_threads(max(options.counts))
+    if threads is not None:
+        environ["OMP_NUM_THREADS"] = threads
+    ranks = ForkedRanks(plan.world_size, options.script, environ, output)
     try:
         end = _wait(ranks, plan, options)
     finally:
