@@ -28,7 +28,7 @@ _EVALUATIONS_PER_STEP = 100
 _MAX_EMPTY_PASSES = 1000
 # The last steps of a run begin when it took this CPU time or this time since its first step. CPU time, so
 # that the number of steps does not depend on what else the machine does; time, for steps that wait for data.
-_CPU_S, _TIME_S = 1.0, 15.0
+_CPU_S, _TIME_S = 1.0, 6.0
 
 
 class Enough(SystemExit):
