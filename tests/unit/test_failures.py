@@ -102,7 +102,7 @@ def test_values_that_all_ranks_have_read_are_deleted(connect: Any, store: dist.S
 
     def exchange_often(peers: Peers) -> list[Any]:
         return [
-            peers.exchange(peers.new_name(call), [peers._rank, number], 1, loop=0, timeout_s=20)
+            peers.exchange_in_step(call, [peers._rank, number], 1, timeout_s=20)
             for number in range(10)
             for call in ("loss", "save")
         ]
