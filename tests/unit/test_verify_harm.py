@@ -178,6 +178,25 @@ def test_samples_are_used_equally_often_in_whole_passes() -> None:
     assert isinstance(uneven_use(case(*left, solo=solo)), NoFault)
 
 
+def test_rows_that_are_padded_are_not_counted() -> None:
+    """Without a loader, samples are known by what the model gets: to the longest row of a rank's part."""
+
+    def uses(rows: list[int], times: int = 1) -> list[Event]:
+        events: list[Event] = []
+        for number, row in enumerate(rows * times):
+            forward = ForwardEnded(trains=True, rows=[row], samples=1)
+            events += [forward, BackwardBegun(), OptimizerStepEnded(step=number + 1)]
+        return events
+
+    solo, own = uses([*range(100)] * 2), uses([*range(100)])
+    skipped = uses([*range(20)] * 2 + [*range(20, 80)])
+    assert isinstance(uneven_use(case(own, skipped, solo=solo)), FaultFound)
+    padded = uses([*range(200, 220), *range(20, 100)])
+    judged = uneven_use(case(own, padded, solo=solo))
+    assert isinstance(judged, NotJudged)
+    assert "padded" in judged.why
+
+
 # What is evaluated
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
+    PassExhausted,
     RankEnded,
     RankStarted,
     SamplesLoaded,
@@ -42,6 +44,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
+from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
 from paceline.audit.refusals import Refused, refuse
@@ -216,6 +219,37 @@ def test_few_steps_show_that_the_ranks_have_other_subsets(common: int, found: ty
     assert isinstance(judged, found), judged
 
 
+@pytest.mark.parametrize(
+    ("solo", "second", "found"),
+    [
+        (range(100), [range(50), range(50, 100)], NoFault),
+        (range(100), [range(50), range(40, 90)], FaultFound),
+        ([7] * 100, [range(50), range(40, 90)], NoFault),  # one process draws with replacement
+    ],
+)
+def test_the_shards_of_a_later_pass(solo: Any, second: list[Any], found: type) -> None:
+    def rank(number: int, *passes: Any, ended: bool = True) -> RankLog:
+        events: list[Event] = [LoaderSeen(loader="a", sharding={"num_replicas": 2})]
+        for at, ids in enumerate(map(list, passes)):
+            names: Any = {"loader": "a", "pass_number": at}
+            events += [PassBegun(**names), BatchGiven(**names, ids=ids), BackwardBegun()]
+            events += [PassExhausted(**names)] if ended else []
+        whole = list(range(100))
+        return RankLog(number, events, [SamplesLoaded(loader="a", ids=whole, contents=whole)])
+
+    def judge(*, ended: bool) -> Any:
+        parts = [rank(n, range(50 * n, 50 * n + 50), second[n], ended=ended) for n in range(2)]
+        plan = RunPlan(Path("x"), "ordinary", 2, 20)
+        alone = Run(plan, [rank(0, range(100), solo)], 0)
+        return overlapping_shards(Case(alone, Run(plan, parts, 0)))
+
+    judged = judge(ended=True)
+    assert isinstance(judged, found), judged
+    if isinstance(judged, FaultFound):
+        assert judged.evidence.startswith("10 of 90 samples of pass 2")
+    assert isinstance(judge(ended=False), NoFault)
+
+
 def _evaluation(rows: str, *after: Event) -> list[Event]:
     digests = [ord(row) for row in rows]
     forward = ForwardEnded(at="t.py:7", steps_done=3, evaluation=1, rows=digests, samples=len(rows))
@@ -271,6 +305,40 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
     judged = different_untrained_models(case(*ranks(1, 2)))
     assert isinstance(judged, FaultFound)
     assert judged.effect == "1 of 1 parameters differ between ranks"
+
+
+@pytest.mark.parametrize(
+    ("digests", "found"),
+    [
+        ([(1, 2, 3), (1, 2, 3)], NoFault),
+        ([(1, 2, 3), (1, 1, 1)], FaultFound),  # rank 0 alone updates it
+        ([(1, 2, 3), (4, 5, 6)], NoFault),  # random weights, such as those of an augmentation
+    ],
+)
+def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: type) -> None:
+    ranks: list[list[Event]] = [
+        [
+            ForwardEnded(steps_done=step, model=100, other_params={"w": digest})
+            for step, digest in enumerate(own)
+        ]
+        for own in digests
+    ]
+    judged = different_untrained_models(case(*ranks))
+    assert isinstance(judged, found)
+    if isinstance(judged, FaultFound):
+        assert judged.step == 1
+        assert "train with a model" in judged.what
+
+
+def test_a_part_of_a_trained_model_is_trained() -> None:
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    models = Models(recorder)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    copy = deepcopy(model)
+    models.on_call(model, trains=True)
+    for part in (model[0], copy, model):
+        models.on_call(part, trains=False)
+    assert [models.is_trained(each) for each in (model[0], copy, model)] == [True, False, True]
 
 
 def _step_on(terms: int, weight: float) -> list[Event]:
@@ -387,6 +455,26 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
     if isinstance(judged, FaultFound):
         assert judged.is_note
         assert judged.effect == "the metric changes by 12.50%"
+
+
+@pytest.mark.parametrize(
+    ("times", "score", "found"),
+    [(1, 3.0, FaultFound), (1, 4.0, NoFault), (100, 3.0, NoFault)],  # of 500 samples: a time
+)
+def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: type) -> None:
+    """A sum of n * AUC beside the sum of n; a small sum beside many samples is no score."""
+
+    def evaluated(own: float, total: float, samples: str) -> list[Event]:
+        reduced = replace(call("all_reduce", 8), evaluation=1, reduce="SUM")
+        values = [float(len(samples) * times), own]
+        ended = CollectiveEnded(values=[5.0 * times, total])
+        return _evaluation(samples * times, replace(reduced, values=values), ended)
+
+    whole = run("solo", evaluated(4.0, 4.0, "abcde"))
+    parts = [evaluated(score / 2, score, rows) for rows in ("abc", "de")]
+    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    assert isinstance(judged, found), judged
+    assert not isinstance(judged, FaultFound) or judged.is_note
 
 
 def test_rules_without_evidence_find_no_fault() -> None:
@@ -509,7 +597,7 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
 
 def test_no_model_but_the_trained_one_was_evaluated() -> None:
     judged = different_untrained_models(case([], []))
-    assert judged == NoFault("all models that were evaluated are trained.")
+    assert judged == NoFault("all models that were used without gradient are trained.")
 
 
 def test_outliers() -> None:

@@ -32,7 +32,7 @@ class Models:
         self._recorder = recorder
         self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
         self._names: dict[int, str] = {}
-        self._trained: set[int] = set()
+        self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}
         self._reduced: dict[int, torch.nn.Parameter] = {}
         self._reported: set[str] = set()
@@ -51,12 +51,14 @@ class Models:
             self._record_model(inner)
         number = self._roots[id(inner)][0]
         if trains:
-            self._trained.add(number)
+            self._trained.update(id(parameter) for parameter in inner.parameters())
         return number
 
-    def is_trained(self, number: int) -> bool:
-        """Whether a model has been called in training."""
-        return number < _FIRST_UNTRAINED or number in self._trained
+    def is_trained(self, root: torch.nn.Module) -> bool:
+        """Whether a model, or one that it is a part of, has been called in training, or is wrapped in DDP."""
+        inner = inner_of(root)
+        is_first_in_training = self._roots[id(inner)][0] < _FIRST_UNTRAINED
+        return is_first_in_training or any(id(p) in self._trained for p in inner.parameters())
 
     def by_number(self) -> dict[int, torch.nn.Module]:
         """Every model by its number, unwrapped."""

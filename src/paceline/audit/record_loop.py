@@ -97,8 +97,8 @@ class LoopHooks:
         self._inner: torch.nn.Module | None = None  # the model inside of it
         self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
-        # By model, the updates before the latest digests; of a model that is not trained, the evaluations.
-        self._digested_in: dict[int, int | None] = {}
+        # By model, the updates before its latest digests; if it is not trained, the evaluation too.
+        self._digested_in: dict[int, int | tuple[int, int | None]] = {}
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -142,7 +142,7 @@ class LoopHooks:
         self._progress.on_forward(trains=trains)
         number = self._models.on_call(module, trains=trains)
         wrapper = ddp_of(module)
-        of_trained = self._models.is_trained(number)
+        of_trained = self._models.is_trained(module)
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
             replay.begin_evaluation(self._progress, self._models)
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
@@ -171,9 +171,11 @@ class LoopHooks:
                 "cores": sorted(os.sched_getaffinity(0)),
                 "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             }
-        elif not of_trained and evaluation not in (None, self._digested_in.get(number)):
-            self._digested_in[number] = evaluation
-            self._forward["other_params"] = parameter_digests(inner_of(module))
+        elif not of_trained and not torch.is_grad_enabled():
+            now = self._progress.updates, evaluation
+            if self._digested_in.get(number) != now:
+                self._digested_in[number] = now
+                self._forward["other_params"] = parameter_digests(inner_of(module))
         sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(
             ForwardBegun(

@@ -21,6 +21,9 @@ _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
 _LARGE_CHANGE = 0.05
 
+# A smaller value for each sample is no score: it may be a time.
+_LEAST_SCORE = 0.05
+
 # One call that reduces small values: in the run of one process, and in the replay.
 Pair = tuple[Reduction, Reduction]
 
@@ -323,12 +326,16 @@ def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
 
 
 def _has_mean_of_scores(pair: Pair, samples: int, world_size: int) -> bool:
-    """Whether a call that sums a number of samples also sums scores of the ranks, such as F1."""
+    """Whether a call that sums a number of samples also sums scores of the ranks, such as F1.
+
+    A score may be multiplied by the rank's number of samples, for a weighted mean.
+    """
     values = _results(pair)
-    return any(_close(y, samples) for _, y in values) and any(
-        0 < x < 1 and 0 < y / world_size < 1 and not _close(x, y) and not _close(x, y / world_size)
-        for x, y in values
-    )
+    if not any(_close(y, samples) for _, y in values):
+        return False
+    scores = [(x, y / world_size) for x, y in values if not _close(x, y)]
+    scores += [(x / samples, y / samples) for x, y in values if x > _LEAST_SCORE * samples]
+    return any(0 < x < 1 and 0 < y < 1 and not _close(x, y) for x, y in scores)
 
 
 def _results(pair: Pair) -> list[tuple[float, float]]:

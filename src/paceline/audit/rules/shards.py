@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from paceline.audit.events import BatchGiven, LoaderSeen, SeedSet
+from paceline.audit.events import BatchGiven, LoaderSeen, PassBegun, SeedSet
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -114,6 +114,20 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
             fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
         why += "some samples are trained on twice, and others may never be."
         return True, fault(what=f"the ranks' shards overlap{cause}.", why=why, fix=fix)
+    later = None if loader.iterable else _overlap_of_later_pass(case, name)
+    if in_shards and later is not None:
+        begin, shared_later, read_later = later
+        return True, fault(
+            what="the ranks' shards overlap in a later pass.",
+            step=begin.steps_done + 1,
+            why="the order of a pass follows from something that a rank knows of its own samples only, such "
+            "as their losses, or from a random state that differs: some samples are trained on twice, and "
+            "others may never be.",
+            fix="make the order from values of all ranks (all_gather the losses), with the same seed.",
+            evidence=f"{shared_later} of {read_later} samples of pass {begin.pass_number + 1} were read by "
+            "more than one rank, and no sample twice by one process",
+            effect=f"{shared_later / read_later:.0%} of the samples are seen by more than one rank",
+        )
     # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
     reads_all = not in_shards and all(map(_is_read_whole, loaders))
     if not in_shards and (shared or (reads_all and common >= _MIN_COMMON)):
@@ -130,6 +144,28 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
             "whether they are the same samples."
         )
     return in_shards, NoFault(f"{len(seen)} samples of {count} ranks, {common} in common")
+
+
+def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] | None:
+    """The first pass after the first one in which ranks share samples, with how many of how many.
+
+    Only passes that all ranks read to their end, and in which one process reads no sample twice.
+    """
+    for number in range(1, len(case.ranks[0].passes)):
+        passes = [log.passes.get((name, number)) for log in (case.solo.ranks[0], *case.ranks)]
+        if not all(each and each.ended for each in passes):
+            continue
+        solo, *read = [
+            Counter(i for batch in each.batches for i in batch.ids or ()) for each in passes if each
+        ]
+        seen = Counter(i for own in read for i in own)
+        shared = sum(times > 1 for times in seen.values())
+        if max(solo.values(), default=2) == 1 and shared > max(
+            case.world_size * 2, _OVERLAP * len(seen)
+        ):
+            begin = next(each.begin for each in passes[1:] if each)
+            return begin, shared, len(seen)
+    return None
 
 
 def _is_sharded(loader: LoaderSeen, world_size: int) -> bool:

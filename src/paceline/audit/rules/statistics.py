@@ -48,18 +48,32 @@ def different_buffers(case: Case) -> Judgement:
 
 
 def different_untrained_models(case: Case) -> Judgement:
-    """The ranks evaluate a model that is not trained, such as a mean of the weights, with other weights."""
+    """The ranks use a model that is not trained, such as a mean of the weights, with other weights."""
     each = [
-        {(e.evaluation, e.model): e for e in log.of(ForwardEnded) if e.other_params is not None}
+        {
+            (e.steps_done, e.evaluation or 0, e.model): e
+            for e in log.of(ForwardEnded)
+            if e.other_params is not None
+        }
         for log in case.ranks
     ]
-    found = _difference(each, lambda event: event.other_params or {})
+    # A training may use random weights, as an augmentation does: they differ at the first use already.
+    firsts = {model: (step, at, model) for step, at, model in sorted(set(each[0]), reverse=True)}
+    random = {
+        model
+        for model, first in firsts.items()
+        if not first[1]
+        and _difference([{first: own[first]} for own in each if first in own], _other_params)
+    }
+    each = [{use: e for use, e in own.items() if use[1] or use[2] not in random} for own in each]
+    found = _difference(each, _other_params)
     if found is not None:
         if not case.trains_together and find_mismatch(case) is not None:
             return NotJudged("the ranks exchange no gradients, and each trains another model.")
         first, names = found
+        use = "evaluate" if first.evaluation else "train with"
         return FaultFound(
-            what=f"the ranks evaluate a model with different weights: {names[0]}.",
+            what=f"the ranks {use} a model with different weights: {names[0]}.",
             at=first.at,
             step=first.steps_done or None,
             why="no optimizer trains this model, so the script has to keep it equal: "
@@ -68,15 +82,19 @@ def different_untrained_models(case: Case) -> Judgement:
                 if first.steps_done
                 else "a copy from before DDP made the weights equal is not."
             ),
-            fix="update it on every rank, or broadcast it before the evaluation."
+            fix="update it on every rank, or broadcast it before it is used."
             if first.steps_done
             else "copy the model after it is wrapped, or broadcast the copy.",
-            evidence=f"the digests of {names[0]} in the evaluation after step {first.steps_done}",
-            effect=f"{len(names)} of {len(first.other_params or ())} parameters differ between ranks",
+            evidence=f"the digests of {names[0]} after step {first.steps_done}",
+            effect=f"{len(names)} of {len(_other_params(first))} parameters differ between ranks",
         )
     if not all(each):
-        return NoFault("all models that were evaluated are trained.")
-    return NoFault("models that were evaluated and are not trained were equal on all ranks.")
+        return NoFault("all models that were used without gradient are trained.")
+    return NoFault("models that were used and are not trained were equal on all ranks.")
+
+
+def _other_params(event: ForwardEnded) -> Digests:
+    return event.other_params or {}
 
 
 def _difference(

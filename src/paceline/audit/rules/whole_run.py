@@ -41,6 +41,10 @@ def uneven_use(case: Case) -> Judgement:
         solo, *each = [
             Counter[Any](row for e in log.training_forwards for row in e.rows or ()) for log in logs
         ]
+        if not solo.keys() >= set().union(*each):
+            return NotJudged(
+                "some inputs of the ranks are none of one process: they may be padded."
+            )
     together = sum(each, Counter[Any]())
     if sum(map(len, each)) == len(together):
         return NotJudged("no sample was used by two ranks, so each rank may keep its own.")
