@@ -257,7 +257,7 @@ class ForwardEnded(EventInStep):
     draws: int | None = None
     buffers: Digests = field(default_factory=dict)  # the digests of the buffers
     params: Digests | None = None  # those of the parameters, in the first forward after an update
-    # The same of a model that is not trained, in the first forward of an evaluation.
+    # The same of a model that is not trained, in its first forward without gradient in an evaluation or step.
     other_params: Digests | None = None
     devices: list[str] = field(default_factory=list)  # those of the parameters, with `params`
     cores: list[int] = field(default_factory=list)  # those of the process, with `params`
@@ -268,9 +268,8 @@ class BackwardBegun(EventInStep):
     """A backward began."""
 
     forwards: int = 0  # how many forwards of training came before it
-    loaders: list[str] = field(
-        default_factory=list
-    )  # the loaders that gave a batch since the latest step
+    # The loaders that gave a batch since the latest step.
+    loaders: list[str] = field(default_factory=list)
     # The loss is the sum of so many terms, each with this weight; see `LossWeight`. 0 terms if unknown.
     weight: float = 0.0
     terms: float = 0.0

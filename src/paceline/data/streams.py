@@ -314,9 +314,8 @@ class StreamLoader(Loader):
             dataset, plan, errors, sample_randomness=sample_randomness, collate=collate
         )
         self._divided = dataset if isinstance(dataset, DividedStream) else None
-        self._num_workers = (
-            0 if self._divided is not None else workers
-        )  # a divided stream starts its own
+        # A divided stream starts its own.
+        self._num_workers = 0 if self._divided is not None else workers
         self._workers: Workers | None = None
         self._control = job.data.control
         self._ghost: Any = None

@@ -66,9 +66,8 @@ class Requests:
         return cls(*(number > 0 for number in sums))
 
 
-_HEAD = 1 + len(
-    Requests().pack()
-)  # numbers before the losses: the time of a step, and the requests
+# Numbers before the losses: the time of a step, and the requests.
+_HEAD = 1 + len(Requests().pack())
 
 
 @dataclass(frozen=True, kw_only=True)

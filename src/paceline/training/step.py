@@ -65,9 +65,7 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    _weight: torch.Tensor | None = (
-        None  # the last result of `weight_of`, for its arguments `_weight_for`
-    )
+    _weight: torch.Tensor | None = None  # the last result of `weight_of`, for `_weight_for`
     _weight_for: tuple[float, float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
@@ -142,13 +140,11 @@ class Step:
         self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None  # the current one
         self._num_begun = 0  # micro-batches that the loop or `run` has got
-        self._is_batch_open = (
-            False  # whether `batch` was read, and `update` has not ended its micro-batch
-        )
+        # Whether `batch` was read, and `update` has not ended its micro-batch.
+        self._is_batch_open = False
         self._num_not_updated = len(self._records)  # optimizers, without skipped ones
-        self._count_totals: torch.Tensor | None = (
-            None  # over ranks, of each optimizer, for count="tokens"
-        )
+        # With count="tokens": the counts of each optimizer, summed over ranks.
+        self._count_totals: torch.Tensor | None = None
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
