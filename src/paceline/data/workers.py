@@ -243,7 +243,7 @@ class Workers:
 
 @atexit.register
 def _kill_all() -> None:
-    """At exit, multiprocessing sends workers one SIGTERM, which ours ignore, and waits for them for ever."""
+    """At exit, multiprocessing sends workers one SIGTERM, which ours ignore, and waits for them forever."""
     for pool in list(_pools):
         pool.kill()
 
@@ -379,7 +379,7 @@ def worker_number() -> int | None:
 
 
 def refuse_unsendable(batch: Any, errors: ReadErrors) -> None:
-    """Raise if a batch cannot be sent from a worker. torch would wait for such a batch for ever.
+    """Raise if a batch cannot be sent from a worker. torch would wait for such a batch forever.
 
     Raises:
         DataError: the batch holds something that cannot be pickled.

@@ -269,7 +269,7 @@ class Job:
         """Wait for the other ranks if this rank left a training loop early; called before collectives.
 
         Raises:
-            StepError: another rank continues the loop, and would wait for this rank for ever.
+            StepError: another rank continues the loop, and would wait for this rank forever.
 
         Collective: all ranks if one of them left a loop early; else none.
         """

@@ -491,7 +491,7 @@ class LocalRanks:
         self._changed.set()
 
     def kill_frozen(self) -> None:
-        """Kill ranks that are stopped by SIGSTOP, because the others would wait for them for ever.
+        """Kill ranks that are stopped by SIGSTOP, because the others would wait for them forever.
 
         If every rank is stopped, assume a deliberate suspension and do nothing.
         """

@@ -81,7 +81,7 @@ class Console:
             self._is_file = stat.S_ISREG(status.st_mode)
         except OSError:  # the launcher was started without it
             self.closed, self.identity = True, (-1, fd)
-        # With RWF_NOWAIT a file may refuse for ever what a usual write would do at once.
+        # With RWF_NOWAIT a file may refuse forever what a usual write would do at once.
         self._may_write_all = not self._is_file
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
@@ -348,7 +348,7 @@ def _last_state(line: bytearray) -> bytearray:
 class Pump:
     """The thread that reads the streams, writes the consoles, and watches other descriptors.
 
-    An exception does not end the thread, since the ranks would wait for ever to write their output. What
+    An exception does not end the thread, since the ranks would wait forever to write their output. What
     was read in that turn is lost.
 
     Attributes:

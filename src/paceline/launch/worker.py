@@ -317,7 +317,7 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
     if explain is not None and report["module"].startswith("torch.distributed"):
         explain({"do": "explain", "id": -1})  # the collective that failed, and its tensors
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
-    # because a full pipe would block for ever.
+    # because a full pipe would block forever.
     flusher = threading.Thread(target=_flush_files, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_S)

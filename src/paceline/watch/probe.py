@@ -45,7 +45,7 @@ class Probe:
         # faulthandler has one timer. If the script uses it, the probe no longer does.
         faulthandler.dump_traceback_later = self._give_timer_away
         self._timer = True
-        # A forked child has no timer thread, and would wait for it for ever when it ends.
+        # A forked child has no timer thread, and would wait for it forever when it ends.
         self._arming = threading.Lock()
         self._ended = False
         os.register_at_fork(
