@@ -44,6 +44,7 @@ from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.reduction import no_sync_on_last
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.update import (
     clip_before_reduction,
     clip_before_unscale,
@@ -269,6 +270,17 @@ def test_a_loss_of_what_each_rank_draws(draws: int, found: type) -> None:
         for loss in (0.7, 0.9)
     ]
     assert isinstance(loss_of_rank(case(*ranks, replay=True)), found)
+
+
+def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
+    def rank(weight: int, *, measures: bool) -> list[Event]:
+        use = ForwardEnded(evaluation=1, model=100, other_params={"w": weight})
+        wrapped = DDPBuilt(ranks=2)
+        return [use, wrapped] if measures else [wrapped, use]
+
+    for measures, found in ((True, NoFault), (False, FaultFound)):
+        ranks = [rank(weight, measures=measures) for weight in (1, 2)]
+        assert isinstance(different_untrained_models(case(*ranks)), found)
 
 
 @pytest.mark.parametrize(("visible", "found"), [(["0", "0"], FaultFound), (["0", "1"], NoFault)])

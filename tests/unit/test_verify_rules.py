@@ -164,9 +164,13 @@ def test_ranks_compute_one_loss_from_one_batch(losses: list[Any], found: type) -
     ranks = [[first, BackwardBegun(at="t.py:3", loss=loss)] for loss in losses]
     mirrored = Case(run("solo", ranks[0]), run("ordinary", *ranks), run("mirrored", *ranks))
     assert isinstance(loss_of_rank(mirrored), found)
-    others = [[replace(first, rows=[rank]), *events[1:]] for rank, events in enumerate(ranks)]
-    replay = run("mirrored", *others)
-    assert isinstance(loss_of_rank(Case(mirrored.solo, mirrored.ordinary, replay)), NotJudged)
+    for change in ("rows", "inputs"):  # such as negative samples that each rank draws
+        others = [
+            [replace(first, **cast(Any, {change: rank})), *events[1:]]
+            for rank, events in enumerate(ranks)
+        ]
+        replay = run("mirrored", *others)
+        assert isinstance(loss_of_rank(Case(mirrored.solo, mirrored.ordinary, replay)), NotJudged)
 
 
 def _read_by(rank: int, contents: list[dict[int, int]], *, seeds: bool = True) -> RankLog:

@@ -103,8 +103,9 @@ def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
     wanted = replay.plan.wanted
     did_not_end = replay.hung or replay.out_of_time
     if did_not_end or (replay.returncode and replay.steps < wanted):
-        how = "did not end in time" if did_not_end else "failed"
-        return None, f"{replay.name} {how}: the script cannot train on the batches of one process."
+        if did_not_end:
+            return None, f"{replay.name} did not end in time."
+        return None, f"{replay.name} failed: the script cannot train on the batches of one process."
     if replay.steps < min(ordinary.steps, wanted):
         return None, (
             f"{replay.name} took fewer steps than the ordinary one: the script plans its steps itself."

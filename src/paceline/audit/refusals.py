@@ -134,7 +134,7 @@ def refuse_other_steps(case: Case) -> None:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
             where=case.solo.ranks[0].of(OptimizerStepBegun)[-1].at,
-            why="the runs train differently from the first step, so a comparison shows nothing.",
+            why="the runs take different numbers of steps, so their results cannot be compared.",
             fix="make the number of steps independent of the number of processes, or compare fewer: "
             f"--steps {min(solo_steps, steps)}.",
             output=[],

@@ -260,12 +260,10 @@ class _Search:
         self._exact = None if rtol else 0.0
         self._times: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
-        self._used: dict[tuple[int, int], tuple[Counter[int], Counter[int]]] = {}
         self._scale: dict[tuple[int, str], float] = {}
 
     def next_run(self) -> None:
         """Begin the comparison with another run."""
-        self._used.clear()
         self._scale.clear()
 
     def equal(self) -> list[str]:
@@ -317,15 +315,6 @@ class _Search:
         if one != other:
             only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
             yield Difference("samples", "ids", (only[0], only[1]))
-        # A sampler may repeat samples by itself, as with replacement=True: then the run of one process does.
-        key = a.training, a.of(TrainingStep)[0].epoch
-        used_by_one, used = self._used.setdefault(key, (Counter(), Counter()))
-        used_by_one.update(one)
-        used.update(other)
-        twice = [i for i in other if used[i] > max(1, used_by_one[i])]
-        if twice:
-            name = "ids that were used before in this epoch"
-            yield Difference("samples", name, ([], twice[:_MAX_IDS]))
 
     def _evaluations(self, a: Point, b: Point) -> Iterator[Difference]:
         first = a.of(Evaluated)[0]

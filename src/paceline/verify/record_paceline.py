@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -82,7 +83,8 @@ class PacelineHooks:
         self._progress = progress
         self._recorder = progress.recorder
         self._ids: list[int] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: WeakKeyDictionary[Training, int] = WeakKeyDictionary()
+        self._num_trainings = 0
         self._gradients: dict[int, Summary] = {}
         self._num_redirected = 0
         self._is_dropout_off = False
@@ -111,7 +113,7 @@ class PacelineHooks:
         turns_on = self._progress.plan.bitwise and not kwargs.get("reproducible")
         if self._progress.plan.bitwise:
             kwargs["reproducible"] = True
-        elif not self._numbers:
+        elif not self._num_trainings:
             self._turn_dropout_off()
         try:
             init(training, *args, **kwargs)
@@ -119,11 +121,12 @@ class PacelineHooks:
             if turns_on and "reproducible" in str(error):  # other input may be wrong, too
                 self._recorder.write(NotBitwise(at=user_line(), what=error.what, why=error.why))
             raise
-        self._numbers[id(training)] = len(self._numbers)
+        self._numbers[training] = self._num_trainings
+        self._num_trainings += 1
         layers = [layer for model in training.models for layer in model.modules()]
         self._recorder.write(
             TrainingBuilt(
-                training=self._numbers[id(training)],
+                training=self._numbers[training],
                 at=user_line(),
                 precision=kwargs.get("precision", "fp32"),
                 batchnorm=_batchnorm(layers),
@@ -165,7 +168,7 @@ class PacelineHooks:
         self._ids.clear()
         for step in steps(training, epochs, until=most if until is None else min(until, most)):
             if training.number == 0:
-                number = self._numbers[id(training)]
+                number = self._numbers[training]
                 params = _of_all_stages(training, _parameters(training))
                 self._recorder.write(TrainingStarted(training=number, params=params))
             self._gradients.clear()
@@ -187,7 +190,7 @@ class PacelineHooks:
         }
         self._recorder.write(
             TrainingStep(
-                training=self._numbers[id(training)],
+                training=self._numbers[training],
                 step=step.number,
                 epoch=step.epoch,
                 ids=list(self._ids) if reports else [],

@@ -270,7 +270,7 @@ def loss_of_rank(case: Case) -> Judgement:
     firsts = [log.first_forward for log in run.ranks]
     if any(event.draws for event in firsts):
         return NotJudged("random numbers are drawn for the batch, and may differ between ranks.")
-    begins = [(event.params, event.rows, event.random) for event in firsts]
+    begins = [(event.params, event.inputs, event.rows, event.random) for event in firsts]
     if any(own != begins[0] for own in begins):
         return NotJudged("the ranks began step 1 with different weights, inputs or random states.")
     if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):

@@ -60,22 +60,25 @@ def no_sync_around_backward(case: Case) -> Judgement:
 def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
+    # Full names, such as "model 1: 0.weight".
     trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
-    for event in log.of(NotReduced):
-        name, frozen = event.name, event.frozen
-        if any(each == name or each.endswith(f": {name}") for each in trained):
-            return FaultFound(
-                what=f"{name} was frozen when DDP was built, and is trained now."
-                if frozen
-                else f"{name} was added to the model after DDP had wrapped it.",
-                at=event.at,
-                step=event.steps_done + 1,
-                why="DDP reduces the gradients of the parameters that were trainable when it was built; "
-                "each rank trains this one on its own samples only.",
-                fix="wrap the model again after unfreezing it."
-                if frozen
-                else "build the whole model first, then wrap it.",
-                evidence="the optimizer has the parameter, and DDP does not reduce it",
-                effect=f"{len(log.of(NotReduced))} of {len(trained)} trained parameters are not reduced",
-            )
-    return NoFault("no parameter is trained that a DDP of its model does not reduce.")
+    names = trained | {name.partition(": ")[2] for name in trained}
+    alone = [event for event in log.of(NotReduced) if event.name in names]
+    if not alone:
+        return NoFault("no parameter is trained that a DDP of its model does not reduce.")
+    first = alone[0]
+    what = f"{first.name} was added to the model after DDP had wrapped it."
+    fix = "build the whole model first, then wrap it."
+    if first.frozen:
+        what = f"{first.name} was frozen when DDP was built, and is trained now."
+        fix = "wrap the model again after unfreezing it."
+    return FaultFound(
+        what=what,
+        at=first.at,
+        step=first.steps_done + 1,
+        why="DDP reduces the gradients of the parameters that were trainable when it was built; each rank "
+        "trains this one on its own samples only.",
+        fix=fix,
+        evidence="the optimizer has the parameter, and DDP does not reduce it",
+        effect=f"{len(alone)} of {len(trained)} trained parameters are not reduced",
+    )

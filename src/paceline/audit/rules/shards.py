@@ -91,8 +91,8 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
         at=loader.at,
         step=next((e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name), 1),
         evidence=f"{common} of {len(seen)} samples of the first pass were read by more than one rank",
-        effect=f"{common / len(seen):.0%} of the samples are seen by more than one rank",
     )
+    effect = f"{common / len(seen):.0%} of the samples are seen by more than one rank"
     cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)"
     samplers = [each.sharding for each in loaders]
     seeds = [each.get("seed") for each in samplers]
@@ -113,7 +113,8 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
             cause = ": each rank has split the dataset in a different way"
             fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
         why += "some samples are trained on twice, and others may never be."
-        return True, fault(what=f"the ranks' shards overlap{cause}.", why=why, fix=fix)
+        what = f"the ranks' shards overlap{cause}."
+        return True, fault(what=what, why=why, fix=fix, effect=effect)
     later = None if loader.iterable else _overlap_of_later_pass(case, name)
     if in_shards and later is not None:
         begin, shared_later, read_later = later
@@ -137,6 +138,7 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
             what=f"every rank trains on the whole dataset ({source}, no shards).",
             why=f"{count} processes repeat the work of one.",
             fix=f"{cut}." if loader.iterable else sampler,
+            effect=f"each rank iterates over all {loader.samples} samples" if reads_all else effect,
         )
     if reads_all:
         return False, NotJudged(
@@ -153,7 +155,8 @@ def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] 
     """
     for number in range(1, len(case.ranks[0].passes)):
         passes = [log.passes.get((name, number)) for log in (case.solo.ranks[0], *case.ranks)]
-        if not all(each and each.ended for each in passes):
+        epochs = {each.begin.epoch for each in passes[1:] if each}  # see `same_order_each_epoch`
+        if len(epochs) > 1 or not all(each and each.ended for each in passes):
             continue
         solo, *read = [
             Counter(i for batch in each.batches for i in batch.ids or ()) for each in passes if each

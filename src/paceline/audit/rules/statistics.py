@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.audit.events import DDPBuilt, Digests, ForwardEnded, ModelSeen, RankEnded
+from paceline.audit.events import DDPBuilt, Digests, Event, ForwardEnded, ModelSeen, RankEnded
+from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.weights import find_mismatch
 
@@ -52,7 +53,7 @@ def different_untrained_models(case: Case) -> Judgement:
     each = [
         {
             (e.steps_done, e.evaluation or 0, e.model): e
-            for e in log.of(ForwardEnded)
+            for e in _since_training_began(log)
             if e.other_params is not None
         }
         for log in case.ranks
@@ -91,6 +92,21 @@ def different_untrained_models(case: Case) -> Judgement:
     if not all(each):
         return NoFault("all models that were used without gradient are trained.")
     return NoFault("models that were used and are not trained were equal on all ranks.")
+
+
+def _since_training_began(log: RankLog) -> list[ForwardEnded]:
+    """The forwards since DDP was built or the first one of training.
+
+    Before, a script may call a model that is not equal on all ranks yet, to find the sizes of its layers.
+    """
+    begins = (e for e in log.events if isinstance(e, DDPBuilt) or _trains(e))
+    begin = next(begins, None)
+    after = log.events[log.events.index(begin) :] if begin is not None else log.events
+    return [event for event in after if isinstance(event, ForwardEnded)]
+
+
+def _trains(event: Event) -> bool:
+    return isinstance(event, ForwardEnded) and event.trains
 
 
 def _other_params(event: ForwardEnded) -> Digests:
