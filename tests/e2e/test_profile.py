@@ -207,7 +207,7 @@ def test_samples_show_where_the_time_of_any_script_goes(tmp_path: Path, ranks: i
     assert len(own) == ranks
     assert min(own) > 60
     assert UNMODIFIED.splitlines()[int(shares[2]) - 1].strip() == "time.sleep(0.005)"
-    assert " % of the time goes to data: load its samples in worker processes" in done.err
+    assert " % of the time goes to data: load samples in worker processes" in done.err
 
 
 def test_samples_need_a_rank_of_python(tmp_path: Path) -> None:

@@ -144,6 +144,13 @@ def test_workers_that_have_time_left_are_enough() -> None:
     assert judge(old) == []  # of an older version, which did not measure the workers
 
 
+@pytest.mark.parametrize(("workers", "load_s"), [(16, 1.4), (18, 1.45)])
+@pytest.mark.parametrize("cores", [2, 8])
+def test_as_many_workers_as_now_are_no_advice(workers: int, load_s: float, cores: int) -> None:
+    slow = {"data": 0.063, "forward": 0.037}
+    assert judge(record(slow, slow, workers=workers, cores=cores, busy=0.3, load_s=load_s)) == []
+
+
 def test_equally_slow_workers_may_show_on_one_rank() -> None:
     waiting = {"data": 0.001, "forward": 0.035, "communication": 0.015}
     slow = {"data": 0.015, "forward": 0.035, "communication": 0.001}

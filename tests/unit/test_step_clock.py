@@ -156,6 +156,20 @@ def test_a_device_counts_the_steps_that_it_has_finished() -> None:
     assert times.take() == ([0.0] * len(PHASES), 0)
 
 
+def test_loading_is_that_of_the_steps_that_a_device_has_finished() -> None:
+    FakeEvent.now_ms = FakeEvent.done_ms = 0.0
+    clock = StepClock()
+    clock.start(FakeEvent)
+    for _ in range(4):
+        clock.collate_ns += 2 * 10**6
+        clock.load_ns += 6 * 10**6
+        FakeEvent.now_ms += 10
+        clock.end_step()
+    FakeEvent.done_ms = 10.0
+    times = clock.take()
+    assert (times.steps, times.collate_s, times.load_s) == (1, 0.002, 0.006)
+
+
 def test_a_device_whose_times_nobody_reads_keeps_few_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,12 +224,15 @@ def test_a_rank_whose_device_is_a_step_ahead_is_not_slower(finished: tuple[int, 
     for rank, steps in enumerate(finished):
         spent_s = [0.0] * len(PHASES)
         spent_s[FORWARD] = 0.1 * steps
-        rows.append(record.pack_row(Times(steps=steps, spent_s=spent_s), rank, 0.0, 0.5, 0.5))
+        times = Times(steps=steps, spent_s=spent_s, collate_s=0.1 * steps, load_s=0.2 * steps)
+        rows.append(record.pack_row(times, rank, 0.0, 0.5, 0.5))
     samples = 16 * int(rows[0][0])
     written = record.Window.from_rows(4, rows, time=5.0, samples=samples)
     window = record.Window.from_line({"step": 4, **written.to_line()})
     assert (window.steps, window.samples) == (4, 64)
     assert [window.per_step("forward", rank) for rank in range(2)] == pytest.approx([0.1, 0.1])
+    assert window.collate_s == pytest.approx([0.4, 0.4])
+    assert window.load_s == pytest.approx([0.8, 0.8])
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_answers_are_added_up() -> None:
         "  backward               25 %      0 %  train.py:9",
         "  forward                 0 %    100 %  train.py:9",
         "  waiting for ranks      15 %      0 %  train.py:9",
-        "  30 % of the time goes to data: load its samples in worker processes (num_workers), or make "
+        "  30 % of the time goes to data: load samples in worker processes (num_workers), or make "
         "them cheaper.",
     ]
 

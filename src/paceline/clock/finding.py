@@ -11,8 +11,8 @@ _LARGER_SHARE = (
 )
 # What to do about a phase, of the clock or of a profile of stacks, that takes long on one rank or on all.
 CURES = {
-    "data": "load its samples in worker processes (num_workers), or make them cheaper",
-    "copy": "check the connection between its host and its device",
+    "data": "load samples in worker processes (num_workers), or make them cheaper",
+    "copy": "check the connection between host and device",
     "forward": _LARGER_SHARE,
     "backward": _LARGER_SHARE,
     "optimizer": "check whether it updates more parameters than the others, or does more here",

@@ -94,7 +94,7 @@ class Window:
 
     @property
     def spans_s(self) -> float:
-        """The length of the step that `spans` show; 0 without them."""
+        """The length of the phases that `spans` keep of a step; 0 without them."""
         return max((sum(seconds for *_, seconds in own) for own in self.spans), default=0.0)
 
     @classmethod
@@ -132,8 +132,8 @@ class Window:
             memory_bytes=[int(row[1]) for row in rows],
             busy=[round(row[2], 3) for row in rows],
             cores=[round(row[3], 3) for row in rows],
-            collate_s=[round(row[4], 6) for row in rows],
-            load_s=[round(row[5], 6) for row in rows],
+            collate_s=[round(row[4] * scale, 6) for row, scale in zip(rows, scales, strict=True)],
+            load_s=[round(row[5] * scale, 6) for row, scale in zip(rows, scales, strict=True)],
             spans=spans if spans[0] else [],
         )
 

@@ -59,7 +59,8 @@ class Times:
         steps: Their number.
         spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
         collate_s: What the collate function took, which is part of the phase "data".
-        load_s: What loader workers took to read the batches of these steps.
+        load_s: What loader workers took to read the batches of these steps. On a GPU, this and `collate_s`
+            are the mean of the steps that the host has issued, times `steps`.
         spans: The phases of the second of these steps, or of the only one, in order: the first step also has
             the exchange of the times before. On a GPU these are times of the host, unlike `spent_s`.
         began_ns: When that step began, in ns since the epoch.
@@ -89,10 +90,10 @@ class StepClock:
 
     __slots__ = (
         "_began",
-        "_began_ns",
+        "_began_epoch_ns",
         "_device",
-        "_first_spans",
-        "_records",
+        "_keeps_spans_or_events",
+        "_num_first_spans",
         "_since",
         "_spans",
         "_spent",
@@ -114,9 +115,9 @@ class StepClock:
         self._spent = [0] * len(PHASES)
         self._steps = self.collate_ns = self.load_ns = 0
         self._spans: list[Span] = []  # of the first two steps
-        self._first_spans = 0  # how many of them are those of the first step
-        self._records = True  # whether `enter` also keeps spans, or events of the device
-        self._began_ns = time.time_ns()
+        self._num_first_spans = 0  # how many of them are those of the first step
+        self._keeps_spans_or_events = True
+        self._began_epoch_ns = time.time_ns()
 
     def start(self, new_event: Callable[[], Any] | None = None) -> None:
         """Count from now on, in the thread that trains.
@@ -139,7 +140,7 @@ class StepClock:
         now = time.perf_counter_ns()
         was = self.phase
         self._spent[was] += now - self._since
-        if self._records:
+        if self._keeps_spans_or_events:
             self._record(Span(was, self._since, now))
         self._since = now
         self.phase = phase
@@ -195,9 +196,9 @@ class StepClock:
         if self._steps < 2:
             self.enter(self.phase)
             if not self._steps:
-                self._first_spans = len(self._spans)
+                self._num_first_spans = len(self._spans)
         self._steps += 1
-        self._records = self._steps < 2 or self._device is not None
+        self._keeps_spans_or_events = self._steps < 2 or self._device is not None
         if self._device is not None:
             self._device.end_step(self.phase)
 
@@ -212,17 +213,19 @@ class StepClock:
         """
         self.enter(self.phase)
         spent_ns: list[float] = list(self._spent)
-        steps, first = self._steps, self._first_spans
+        steps, first = self._steps, self._num_first_spans
         spans = self._spans[first:] if steps > 1 else self._spans[:first]
+        share_finished = 1.0  # of the steps that the host has issued
         if self._device is not None:
             spent_ns, steps = self._device.take()
+            share_finished = steps / max(self._steps, 1)
         times = Times(
             steps=steps,
             spent_s=[ns / 1e9 for ns in spent_ns],
-            collate_s=self.collate_ns / 1e9,
-            load_s=self.load_ns / 1e9,
+            collate_s=share_finished * self.collate_ns / 1e9,
+            load_s=share_finished * self.load_ns / 1e9,
             spans=spans,
-            began_ns=self._began_ns + (spans[0].begin_ns - self._began if spans else 0),
+            began_ns=self._began_epoch_ns + (spans[0].begin_ns - self._began if spans else 0),
         )
         self._clear(self._since)
         return times

@@ -48,6 +48,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"takes {duration(rest_s)}."
     )
     wanted, new_s = _with_workers(evidence, produce_s, rest_s, workers, cores)
+    if wanted <= workers:  # the most that is advised
+        return
     option = "DataLoader(..., num_workers=" if run.get("dataloader") else "Batches(..., workers="
     cure = f"{option}{wanted})"
     if step_s < LEAST_GAIN * new_s and share > _LARGE_DATA_SHARE:

@@ -15,23 +15,21 @@ class Stall:
 
     Args:
         cure: What to change.
-        share_left: What the phase takes after that.
-        of: What `share_left` is a share of: "the time" of the run, or "what it takes now".
+        share_left: What the phase takes after that, as a share of what it takes now.
+        is_share_of_run: Whether `share_left` is a share of the time of the run instead.
     """
 
     cure: str
     share_left: float
-    of: str
+    is_share_of_run: bool = False
 
 
 STALLS = {
-    "checkpoint": Stall(cure='Checkpoints(..., every_s="auto")', share_left=0.035, of="the time"),
-    "evaluation": Stall(cure="evaluate half as often", share_left=0.5, of="what it takes now"),
-    "logging": Stall(
-        cure="training.log(..., every_n=) in a tenth of the steps",
-        share_left=0.1,
-        of="what it takes now",
+    "checkpoint": Stall(
+        cure='Checkpoints(..., every_s="auto")', share_left=0.035, is_share_of_run=True
     ),
+    "evaluation": Stall(cure="evaluate half as often", share_left=0.5),
+    "logging": Stall(cure="training.log(..., every_n=) in a tenth of the steps", share_left=0.1),
 }
 
 
@@ -43,12 +41,13 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         if phase == "checkpoint" and evidence.run.get("checkpoint_every_s") == "auto":
             continue
         stall_s = sum(sum(window.spent_s[phase]) for window in windows)
-        left_s = stall.share_left * (wall_s if stall.of == "the time" else stall_s)
+        left_s = stall.share_left * (wall_s if stall.is_share_of_run else stall_s)
         if left_s < stall_s:
             yield Finding(
                 kind=phase,
                 title=f"{phase} takes {percent(stall_s / wall_s)} of the time",
                 cure=stall.cure,
                 gain=wall_s / (wall_s - stall_s + left_s),
-                details=f"It then takes {percent(stall.share_left)} of {stall.of}.",
+                details=f"It then takes {percent(stall.share_left)} of "
+                f"{'the time' if stall.is_share_of_run else 'what it takes now'}.",
             )

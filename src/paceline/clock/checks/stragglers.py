@@ -110,7 +110,7 @@ def find_late(waits_s: Sequence[Mapping[int, float]], step_s: float) -> list[int
     usual_s = {rank: median(window[rank] for window in waits_s) for rank in waits_s[0]}
     slowest_first = sorted(usual_s, key=lambda rank: usual_s[rank])
     slowest = slowest_first[0]
-    waited_s = sorted(_waited_for_s(waits_s, slowest))
+    waited_s = sorted(_waited_for_by_window_s(waits_s, slowest))
     usual_waited_s = median(waited_s)
     # Most are about as large as their median. Random ones would have both signs.
     is_steady = waited_s[len(waited_s) // 4] > usual_waited_s / 2 > 0
@@ -123,10 +123,10 @@ def find_late(waits_s: Sequence[Mapping[int, float]], step_s: float) -> list[int
 
 def waited_for_s(waits_s: Sequence[Mapping[int, float]], rank: int) -> float:
     """How long at least half of the other ranks wait for this one in a step: the median over the windows."""
-    return median(_waited_for_s(waits_s, rank))
+    return median(_waited_for_by_window_s(waits_s, rank))
 
 
-def _waited_for_s(waits_s: Sequence[Mapping[int, float]], rank: int) -> list[float]:
+def _waited_for_by_window_s(waits_s: Sequence[Mapping[int, float]], rank: int) -> list[float]:
     """The same in each window: how much longer than this rank the others wait."""
     return [
         median_low([wait_s for other, wait_s in window.items() if other != rank]) - window[rank]
