@@ -410,7 +410,7 @@ def test_nvml_is_asked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
     report.begin(0, None, dict)
     for step in range(1, 161):  # 16 control words in each second
-        report.note(step, 0, {"value": step}, "rank0")
+        report.keep_values(step, 0, {"value": step}, "rank0")
         report.write([StepTotal(step=step, loss_sum=1.0, count=1)], reduce=False)
         now = step / 16
     report.end()
@@ -536,6 +536,78 @@ def test_a_disk_that_is_full_for_a_while_stops_no_training(
     assert caplog.text.count("metrics.jsonl cannot be written") == 1
 
 
+def test_lines_that_cannot_be_written_leave_nothing_in_the_file(tmp_path: Path) -> None:
+    lines = paceline.JSONLines(tmp_path / "lines.jsonl")
+    lines.log(1, {"value": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))  # a part of the second line
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large"):
+                lines.log(step, {"value": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.log(4, {"value": 4})
+    lines.close()
+    assert lines.path.read_text() == '{"step": 1, "value": 1}\n{"step": 4, "value": 4}\n'
+
+
+def test_a_run_of_mlflow_that_refuses_a_parameter_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    def refuse(*_: Any) -> None:
+        raise mlflow.MlflowException("refused")
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(mlflow.MlflowClient, "log_param", refuse)
+    uri = f"file:{tmp_path}/mlruns"
+    logger = paceline.MLflow("trial", tracking_uri=uri, parameters={"lr": 0.1})
+    with pytest.raises(mlflow.MlflowException, match="refused"):
+        logger.log(1, {"value": 1})
+    logger.close()
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("trial")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+
+
+def test_tensorboard_shows_no_steps_that_a_resumed_run_has_removed(tmp_path: Path) -> None:
+    for steps in (
+        (1, 2, 3, 4),
+        (2, 3),
+    ):  # the first run has written steps after its last checkpoint
+        logger = paceline.TensorBoard(tmp_path / "tensorboard")
+        for step in steps:
+            logger.log(step, {"value": 10 * steps[0] + step})
+        logger.close()
+    values = [(row["step"], row["value"]) for row in _read_tensorboard(tmp_path)]
+    assert values == [(1, 11), (2, 22), (3, 23)]
+
+
+def test_the_time_of_a_second_loop_continues_without_a_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    times_s: list[float] = []
+    monkeypatch.setattr("paceline.metrics.report.time.perf_counter", lambda: now)
+    logger = SimpleNamespace(
+        log=lambda step, values: times_s.append(values["time_s"]), close=lambda: None
+    )
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(None, progress=False, tensorboard=False, loggers=[logger])
+        for step in (1, 2):
+            report.begin(step - 1, None, dict)
+            now += 5
+            report.keep_values(step, 0, {"value": 1}, "rank0")
+            report.write([StepTotal(step=step, loss_sum=1.0, count=1)], reduce=False)
+        report.close()
+    assert times_s == [5, 10]
+
+
 def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
@@ -567,7 +639,7 @@ def test_the_rate_counts_the_samples_or_tokens_of_all_steps(
             now += 0.5
             report.count(epoch=step // 4, num_samples=samples)
             if step == 3:
-                report.note(step, 0, {"value": 1}, "rank0")
+                report.keep_values(step, 0, {"value": 1}, "rank0")
             report.write([StepTotal(step=step, loss_sum=1.0, count=count)], reduce=False)
     rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
     assert rates[1:] == [(step, step // 4, f"8 {unit}/s") for step in range(2, 7)]  # 4 in 0.5 s
@@ -726,6 +798,9 @@ def test_wrong_use_is_refused() -> None:
             for value in (np.ones(2), torch.ones(2), [1.0], "3", None, 10**400, torch.tensor(1j)):
                 with pytest.raises(ConfigError, match="'value' must be one number"):
                     training.log(value=value)
+            for name in ("step", "epoch", "time_s", "gpu_busy_percent", "gpu_memory_gb"):
+                with pytest.raises(ConfigError, match=f"Paceline writes '{name}' itself"):
+                    training.log(**{name: 1})
             training.log(array=np.ones((1, 1)), integer=np.int64(3), shape=torch.ones(1))
             for method in (training.state_dict, lambda: training.load_state_dict({})):
                 with pytest.raises(paceline.StepError, match="inside the loop"):

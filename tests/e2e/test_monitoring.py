@@ -11,8 +11,10 @@ import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from launching import DEADLINE_S, finish, start
@@ -206,3 +208,27 @@ def test_a_port_that_is_none_is_refused() -> None:
     for port in (-1, 70000, "9400"):
         with pytest.raises(ConfigError, match="port must be a number"):
             paceline.Prometheus(port=port)  # type: ignore[arg-type]
+
+
+def test_prometheus_leaves_out_how_busy_a_gpu_is_if_that_is_unknown() -> None:
+    pytest.importorskip("prometheus_client")
+    logger = paceline.Prometheus(port=0)
+    line = {"steps": 1, "samples": 8, "spent_s": {}, "memory_bytes": [1.0, 1.0]}
+    logger.times(1, line | {"busy": [0.5, -1.0]})
+    text = _get(f"http://{logger.address}:{logger.port}/metrics")
+    logger.close()
+    assert 'paceline_busy{rank="0"} 0.5' in text
+    assert 'paceline_busy{rank="1"}' not in text
+
+
+def test_prometheus_listens_on_the_first_of_several_interfaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("prometheus_client")
+    address = SimpleNamespace(family=socket.AF_INET, address="127.0.0.2")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [address]})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
+    logger = paceline.Prometheus(port=0)
+    logger.log(1, {"loss": 0.5})
+    logger.close()
+    assert logger.address == "127.0.0.2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -19,8 +20,8 @@ OWN_NAMES = ("step", "epoch", "time_s")  # in every line of it, besides the logg
 class JSONLines:
     """Appends one line per step to a file.
 
-    After `close`, the next line opens the file again. NaN and infinity are written as strings. A line that
-    cannot be written raises an OSError, and the file keeps whole lines only.
+    After `close`, the next line opens the file again. NaN and infinity are written as strings. If a line
+    cannot be written, `log` raises an OSError and removes the part of it that is in the file.
 
     Collective: none.
     """
@@ -47,7 +48,7 @@ class JSONLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
-        size = self._file.tell()
+        size = self._file.seek(0, os.SEEK_END)  # after `truncate` the position is past the end
         line = {name: _jsonable(value) for name, value in values.items()}
         left = memoryview(json.dumps({"step": step, **line}).encode() + b"\n")
         try:

@@ -94,7 +94,7 @@ class _Worker:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._logger = logger
         self._name = type(logger).__name__
-        self._abandoned = False  # the job has ended without the logger, and said so
+        self._has_timed_out = False  # the job has ended without the logger, and said so
         self._deadline: float | None = None  # of `close`, since `end`
         self._thread = threading.Thread(target=self._run, name=f"{self._name} log", daemon=True)
         self._thread.start()
@@ -111,7 +111,7 @@ class _Worker:
         assert self._deadline is not None
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._abandoned = True
+            self._has_timed_out = True
             log.logger.warning(
                 "%s did not take the last metrics within %.0f s, so it may lack some. metrics.jsonl has all "
                 "of them, if `report` got a folder.",
@@ -138,7 +138,7 @@ class _Worker:
         try:
             getattr(self._logger, method)(*arguments)
         except Exception as error:
-            if not self._abandoned:
+            if not self._has_timed_out:
                 log.logger.warning(
                     "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of "
                     "them, if `report` got a folder. The error was: %s: %s",

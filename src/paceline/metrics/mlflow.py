@@ -77,6 +77,6 @@ class MLflow:
             )
             run = client.create_run(experiment, run_name=self._run_name)
             self._run_id = run.info.run_id
+        self._client = client  # `close` ends the run, also if a parameter is refused
         for name, value in self._parameters.items():
             client.log_param(self._run_id, name, value)
-        self._client = client

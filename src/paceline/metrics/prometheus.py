@@ -85,7 +85,8 @@ class Prometheus:
                 self._phases.labels(phase, rank).inc(max(seconds, 0.0))
         for rank, (memory, busy) in enumerate(zip(line["memory_bytes"], line["busy"], strict=True)):
             self._memory.labels(rank).set(memory)
-            self._busy.labels(rank).set(busy)
+            if busy >= 0:  # otherwise unknown
+                self._busy.labels(rank).set(busy)
 
     def close(self) -> None:
         """End the server."""
@@ -95,10 +96,10 @@ class Prometheus:
 
 
 def _address_of_job() -> str:
-    """The IPv4 address of the interface that Gloo uses, which `join` and `paceline run` set."""
+    """The IPv4 address of the first interface that Gloo uses, which `join` and `paceline run` set."""
     import psutil
 
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo").split(",")[0]
     for each in psutil.net_if_addrs().get(interface, ()):
         if each.family == socket.AF_INET:
             return each.address

@@ -28,7 +28,7 @@ from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
-from paceline.metrics.usage import Usage
+from paceline.metrics.usage import GPU_BUSY, GPU_MEMORY, Usage
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 
@@ -40,7 +40,7 @@ class Report:
         self._job = job
         self._usage = Usage(job.device)
         self._clock_file = ClockFile(job, self._usage)
-        self._active = False
+        self._has_destination = False
         # By step: its epoch, and what was logged.
         self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
         # By step and name, on every rank: how the ranks' values are combined.
@@ -51,6 +51,7 @@ class Report:
         self._flops: float | None = None
         self._unit = "samples"
         self._began = time.perf_counter()  # `time_s` counts from here
+        self._time_s = 0.0  # of the last line
         # For the rate that is shown: samples or tokens since the last time that it was computed.
         self._rate = 0.0
         self._rate_began = self._began
@@ -102,7 +103,7 @@ class Report:
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
         self._flops = flops
-        self._active = bool(self._lines or self._progress or self._loggers)
+        self._has_destination = bool(self._lines or self._progress or self._loggers)
 
     def begin(
         self,
@@ -125,23 +126,24 @@ class Report:
         # A loop before may have been left with `break`: its last values are lost.
         self._pending.clear()
         self._reduced.clear()
-        if not self._active:
+        if not self._has_destination:
             return
         self.end()
-        self._began = self._rate_began = time.perf_counter()
+        self._rate_began = time.perf_counter()
         self._rate_count = 0
         run = {"total_steps": total, **facts(), **model_flops.facts(self._flops, self._job.device)}
         try:
             if self._lines is not None:
                 if step == 0:
                     keep_earlier([self._lines.path, self._lines.path.with_name(record.FILE)])
-                self._began -= self._lines.rewind(step)  # time continues from the last line
+                self._time_s = self._lines.rewind(step)
             self._clock_file.begin(step, run)
         except OSError as error:
             raise ConfigError(
-                f"metrics.jsonl cannot be written: {error}.",
+                f"the folder of the report cannot be written to: {error}.",
                 fix="choose a folder with space that rank 0 may write to.",
             ) from error
+        self._began = self._rate_began - self._time_s  # time continues from the last line
         if self._progress is not None:
             self._progress.begin(step, total)
 
@@ -152,12 +154,12 @@ class Report:
             self._rate_count += num_samples
         self._clock_file.count(num_samples)
 
-    def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
+    def keep_values(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
         if reduce != "rank0":
             of_step = self._reduced.setdefault(step, {})
             of_step |= {name: (reduce, _copied(value)) for name, value in values.items()}
-        if not self._active:
+        if not self._has_destination:
             return
         _, kept = self._pending.setdefault(step, (epoch, {}))
         kept |= {name: _copied(value) for name, value in values.items()}
@@ -170,18 +172,19 @@ class Report:
         """
         if reduce:
             self._exchange([total.step for total in totals])
-        if not self._active:
+        if not self._has_destination:
             return
         now = time.perf_counter()
         for total in totals:
-            noted = self._pending.pop(total.step, None)
-            if noted is None:
+            pending = self._pending.pop(total.step, None)
+            if pending is None:
                 continue
-            epoch, values = noted
+            epoch, values = pending
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
             self._newest = numbers | self._usage.gpu()
-            line = {"epoch": epoch, "time_s": round(now - self._began, 4), **self._newest}
+            self._time_s = round(now - self._began, 4)
+            line = {"epoch": epoch, "time_s": self._time_s, **self._newest}
             write_line(self._lines, total.step, line)
             for logger in self._loggers:
                 logger.log(total.step, line)
@@ -216,7 +219,7 @@ class Report:
 
     def write_times(self, step: int, rows: list[list[float]]) -> None:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
-        window = self._clock_file.write(step, rows) if self._active else None
+        window = self._clock_file.write(step, rows) if self._has_destination else None
         if window is None:
             return
         if self._progress is not None:
@@ -282,9 +285,9 @@ def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
                 f"{name!r} is the loss over all ranks, which is not combined again.",
                 fix="log it in a call without `reduce`.",
             )
-        if name in OWN_NAMES:
+        if name in (*OWN_NAMES, GPU_BUSY, GPU_MEMORY):
             raise ConfigError(
-                f"{name!r} is written in every line already.", fix="log it under another name."
+                f"Paceline writes {name!r} itself.", fix="log your value under another name."
             )
         size = 1
         if isinstance(value, torch.Tensor | np.ndarray):

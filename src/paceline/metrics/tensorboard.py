@@ -13,6 +13,8 @@ from paceline.metrics.logger import Values
 class TensorBoard:
     """Writes scalars for TensorBoard to a folder.
 
+    Steps that an earlier run has written there are no longer shown, from the first logged step on.
+
     Raises:
         ConfigError: TensorBoard is not installed.
 
@@ -32,7 +34,7 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder)
+            self._writer = SummaryWriter(self._folder, purge_step=step)
         for name, value in values.items():
             if name not in ("epoch", "time_s"):
                 self._writer.add_scalar(name, value, step)

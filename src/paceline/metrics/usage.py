@@ -15,6 +15,7 @@ import torch
 
 from paceline import log
 
+GPU_BUSY, GPU_MEMORY = "gpu_busy_percent", "gpu_memory_gb"  # names of values
 _GPU_INTERVAL_S = 1.0  # between two questions to NVML, which take up to some milliseconds
 
 
@@ -37,9 +38,9 @@ class Usage:
         """Bytes of memory in use, how busy the device was since the last call, and the cores in use.
 
         On a GPU the first two are the memory that torch has allocated, and the share of time in which a
-        kernel ran (-1 if NVML does not report it). On the CPU they are the resident memory, and the number of
-        cores that this process used. The third is the number of cores that this process and its loader
-        workers used, or would have used if one had been free.
+        kernel ran in NVML's last sample (-1 if NVML does not report it). On the CPU they are the resident
+        memory, and the number of cores that this process used. The third is the number of cores that
+        this process and its loader workers used, or would have used if one had been free.
         """
         now, cpu_s = time.perf_counter(), time.process_time()
         passed_s = max(now - self._began, 1e-9)
@@ -48,7 +49,7 @@ class Usage:
         cores = own + (delay_s - self._delay_s + self._measure_workers()) / passed_s
         self._began, self._cpu_s, self._delay_s = now, cpu_s, delay_s
         if self._device.type == "cuda":
-            percent = self.gpu().get("gpu_busy_percent")
+            percent = self.gpu().get(GPU_BUSY)
             share = -1.0 if percent is None else percent / 100
             return float(torch.cuda.memory_allocated(self._device)), share, cores
         import psutil
@@ -96,8 +97,8 @@ def gpu_use(device: torch.device) -> dict[str, float]:
         return {}
     try:
         return {
-            "gpu_busy_percent": float(torch.cuda.utilization(device)),
-            "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
+            GPU_BUSY: float(torch.cuda.utilization(device)),
+            GPU_MEMORY: round(torch.cuda.device_memory_used(device) / 1e9, 2),
         }
     except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not report it
         log.once(f"metrics have no GPU utilization: {type(error).__name__}: {error}")

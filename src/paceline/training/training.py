@@ -334,7 +334,7 @@ class Training:
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
             self._control.own.reduce |= reduce != "rank0"
-            self._report.note(step.number, step.epoch, values, reduce)
+            self._report.keep_values(step.number, step.epoch, values, reduce)
             clock.end(was)
 
     def state_dict(self) -> dict[str, Any]:
@@ -573,7 +573,7 @@ class Training:
         clock.end_step()
         self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
-            self._report.note(step.number, step.epoch, measured, "rank0")
+            self._report.keep_values(step.number, step.epoch, measured, "rank0")
         checkpoints, control = self.checkpoints, self._control
         own = control.own
         if checkpoints is not None:
