@@ -608,6 +608,17 @@ def test_the_time_of_a_second_loop_continues_without_a_folder(
     assert times_s == [5, 10]
 
 
+def test_the_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "clock.jsonl").mkdir()
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        with pytest.raises(ConfigError, match=r"clock\.jsonl") as refused:
+            report.begin(5, None, dict)
+        report.close()
+    assert "metrics.jsonl" not in str(refused.value)
+
+
 def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
