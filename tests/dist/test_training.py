@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import math
+import os
+import signal
 import weakref
 from functools import partial
 from pathlib import Path
@@ -26,8 +28,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import DataError, GradientError, LossError, NonFinite, PeerFailed, StepError
-from paceline.job.preemption import Preempted
+from paceline.clock.step_clock import OTHER, clock
+from paceline.errors import (
+    CheckpointError,
+    DataError,
+    GradientError,
+    LossError,
+    NonFinite,
+    PeerFailed,
+    StepError,
+)
+from paceline.job.preemption import Preempted, notice
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -420,6 +431,63 @@ def test_all_ranks_may_leave_the_loop() -> None:
     assert run_ranks(_leave_again_and_again, nproc=3) == [[3, 3, 3]] * 3
 
 
+def _close_an_old_loop(job: Any) -> list[tuple[bool, bool, bool]]:
+    """What the newer loop still has in each micro-batch, after the first has closed the old loop."""
+    training = _training(job, precision="bf16")
+    old = training.steps(until=9)
+    next(old)
+    found = []
+    for step in training.steps(until=2):
+        for batch in step:
+            old.close()
+            records_signals = signal.getsignal(signal.SIGTERM) == notice._note
+            found.append((torch.is_autocast_enabled("cpu"), clock.phase != OTHER, records_signals))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+        step.update()
+    return found
+
+
+def test_an_old_loop_that_is_closed_late_takes_nothing_from_the_newer_one() -> None:
+    (found,) = run_ranks(_close_an_old_loop, nproc=1)
+    assert found == [(True, True, True)] * 6
+
+
+def _fail_before_the_first_step(job: Any) -> int:
+    training = _training(job)
+    old = training.steps(until=9)
+    next(old)
+    training.batches.iterate = lambda *_, **__: iter(())
+    with pytest.raises(StopIteration):
+        next(training.steps(until=9))
+    return len(training.state_dict())  # refused in a step
+
+
+def test_a_new_loop_is_not_in_the_step_of_an_old_one() -> None:
+    assert run_ranks(_fail_before_the_first_step, nproc=1)[0] > 0
+
+
+def _signal_in_step_2(job: Any) -> None:
+    training = _training(job)
+    for step in training.steps(epochs=50):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def _signal_after_preempted(job: Any) -> int:
+    with pytest.raises(Preempted) as raised:
+        _signal_in_step_2(job)
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return raised.value.step
+
+
+def test_a_signal_that_comes_after_that_of_another_rank_does_not_end_the_process() -> None:
+    first, second = run_ranks(_signal_after_preempted, nproc=2)
+    assert first == second
+
+
 # Failures.
 
 
@@ -492,6 +560,73 @@ def test_a_save_on_one_rank_is_named(tmp_path: Path) -> None:
     assert isinstance(outcomes[0].error, StepError)
     assert "ranks 1 and 2 did not call `training.save`" in str(outcomes[0].error)
     assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
+
+
+def _stop_now_on_one_rank(job: Any) -> None:
+    training = _training(job)
+    for step in training.steps(epochs=2):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            step.stop(now=True)
+
+
+def test_a_stop_now_on_one_rank_is_named() -> None:
+    outcomes = run_failing_ranks(_stop_now_on_one_rank, nproc=3)
+    assert isinstance(outcomes[0].error, StepError)
+    assert "ranks 1 and 2 did not call `step.stop(now=True)`" in str(outcomes[0].error)
+    assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
+
+
+def _export_after_leaving(job: Any, folder: str) -> None:
+    training = _training(job)
+    for step in training.steps(epochs=2):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            break
+    training.export(f"{folder}/model.pth")
+
+
+def test_an_export_after_one_rank_left_the_loop_names_it(tmp_path: Path) -> None:
+    outcomes = run_failing_ranks(
+        _export_after_leaving, str(tmp_path), nproc=2, timeout_s=40, deadline_s=30
+    )
+    for outcome in outcomes:
+        assert "rank 0 left the training loop after step 2" in str(outcome.error)
+    assert not list(tmp_path.iterdir())
+
+
+def _saves_by_clock(job: Any, folder: str) -> list[str]:
+    checkpoints = paceline.Checkpoints(folder, every_s=1e6, keep=9)
+    training = _training(job, checkpoints=checkpoints)
+    checkpoints._last_begun -= 2e6  # due until the first save
+    _run(training, until=9)
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_a_save_by_the_clock_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", "gloo")
+    for saved in run_ranks(_saves_by_clock, str(tmp_path), nproc=2):
+        assert saved == ["step-2", "step-9"], "requested after step 1, and the last step"
+
+
+def _resume_twice(job: Any, folder: str) -> list[str]:
+    _run(_training(job, checkpoints=paceline.Checkpoints(folder)), until=1)
+    training = _training(
+        job, nn.Sequential(nn.Linear(4, 3)), checkpoints=paceline.Checkpoints(folder)
+    )
+    texts = []
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as raised:
+            _run(training, until=3)
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_a_resume_that_failed_is_not_taken_as_done(tmp_path: Path) -> None:
+    ((first, second),) = run_ranks(_resume_twice, str(tmp_path), nproc=1)
+    assert first == second
 
 
 def _keep_late(job: Any, folder: str) -> str:

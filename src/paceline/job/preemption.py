@@ -54,6 +54,7 @@ class Notice:
         self._watchers: set[int] = set()
         self._handled: set[int] = set()
         self._came_at: float | None = None
+        self._is_taken = False
         self._ending = False
 
     def watch(self, watcher: object) -> None:
@@ -61,7 +62,7 @@ class Notice:
         if self._ending or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         if not self._watchers:
-            self.received, self._came_at = "", None
+            self.received, self._came_at, self._is_taken = "", None, False
         self._watchers.add(id(watcher))
         for number in SIGNALS:
             if signal.getsignal(number) == signal.SIG_DFL:
@@ -71,15 +72,19 @@ class Notice:
     def unwatch(self, watcher: object) -> None:
         """Stop recording, unless another training watches.
 
-        After a signal the handlers stay, because the same signal may arrive a second time.
+        After a signal to any rank the handlers stay, because the same signal may arrive here later.
         """
         self._watchers.discard(id(watcher))
-        if not self._watchers and self._came_at is None:
+        if not self._watchers and self._came_at is None and not self._is_taken:
             self._restore()
 
     def take(self) -> str:
-        """Take the recorded signal's name for a `Preempted`; a general name if only other ranks have one."""
+        """Take the recorded signal's name for a `Preempted`; a general name if only other ranks have one.
+
+        If this rank gets that signal later, it has no effect.
+        """
         name, self.received = self.received, ""
+        self._is_taken = True
         return name or "a signal to another rank"
 
     def deliver(self) -> None:
@@ -120,9 +125,10 @@ class Notice:
         if self._came_at is not None:
             if now - self._came_at < SAME_SIGNAL_S:
                 return
-        elif self._watchers:
+        elif self._is_taken or self._watchers:
             self._came_at = now
-            self.received = signal.Signals(number).name
+            if not self._is_taken:
+                self.received = signal.Signals(number).name
             return
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

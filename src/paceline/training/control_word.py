@@ -180,6 +180,8 @@ class Control:
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
         self.own.preempt = bool(notice.received)
+        # The word before has just brought this save; rank 0 asked again while that word was on its way.
+        self.own.save &= not self.agreed.save
         requests, self.own = self.own.pack(), Requests()
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         rank = self._job.rank

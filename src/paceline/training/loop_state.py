@@ -22,8 +22,8 @@ class LoopState:
     Only `Training` calls the methods: `begin` before each loop; `enter` and `end` for each step; `leave` in
     place of `end`, if the loop is left early.
 
-    Only this object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
-    `Peers.passed` and `current_step.step`.
+    This object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
+    `Peers.passed` and `current_step.step`. Outside of a loop, `join` and `Job.settle` reset them.
 
     Attributes:
         step: The step in progress; None outside of a step.
@@ -35,8 +35,8 @@ class LoopState:
         self._left: tuple[LeftLoop, Step] | None = None
 
     def begin(self) -> None:
-        """A loop begins. All ranks call it."""
-        self._left = None
+        """A loop begins, even if an earlier one is still open in a step. All ranks call it."""
+        self.step = self._left = None
         if self._job.peers is not None:
             self._job.peers.new_loop()
 

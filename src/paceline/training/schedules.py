@@ -68,7 +68,6 @@ class TrainedSchedule:
             )
         self.scheduler: Any = inner
         self._epochs_without_metric = 0
-        self._had_metric = False
         self._count = _count(self.scheduler)
 
     @property
@@ -97,7 +96,7 @@ class TrainedSchedule:
             return
         self._refuse_other_steps(where)
         if self.needs_metric:
-            if self._epochs_without_metric > 1 and not self._had_metric:
+            if self._epochs_without_metric > 1 and not self._count:
                 log.once(
                     "ReduceLROnPlateau got no metric in 2 epochs; it changes the learning rate only when "
                     "training.step_schedule(metric) is called."
@@ -114,7 +113,6 @@ class TrainedSchedule:
             )
         self._refuse_other_steps()
         self._advance(value)
-        self._had_metric = True
 
     def _advance(self, *metric: float) -> None:
         self.scheduler.step(*metric)
@@ -133,8 +131,11 @@ class TrainedSchedule:
             )
 
     def refuse_no_metric(self) -> None:
-        """Raise StepError if a loop of two epochs or more ended, and no metric ever came."""
-        if self._epochs_without_metric > 1 and not self._had_metric:
+        """Raise StepError if a loop of two epochs or more ended, and no metric ever came.
+
+        The metrics before a resume count too.
+        """
+        if self._epochs_without_metric > 1 and not self._count:
             raise StepError(
                 f"ReduceLROnPlateau got no metric in {self._epochs_without_metric} epochs, so it never "
                 "changed the learning rate.",

@@ -28,6 +28,7 @@ from paceline.clock.step_clock import (
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import CountError, NonFinite, StepError, listed
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -576,12 +577,25 @@ class Step:
         Args:
             now: Whether all ranks call it in this step; then this step is the last.
 
+        Raises:
+            StepError: with `now`, a rank has ended this step without the call.
+
         Collective: none; all ranks with `now`.
         """
-        if now:
-            self._context.control.agreed.stop = True
-        else:
-            self._context.control.own.stop = True
+        control = self._context.control
+        if not now:
+            control.own.stop = True
+        elif not control.agreed.stop:
+            collectives.gather_in_step(
+                self._context.job,
+                "stop",
+                None,
+                self.number,
+                action="call `step.stop(now=True)` in this step",
+                why="with `now` no rank is told, so the others would train on.",
+                fix="call it on every rank, or call step.stop() on any rank.",
+            )
+            control.agreed.stop = True
 
     @property
     def is_ghost(self) -> bool:

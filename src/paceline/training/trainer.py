@@ -1,4 +1,4 @@
-"""`Trainer`: training without writing a loop. It uses public names only.
+"""`Trainer`: training without writing a loop.
 
 A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more
 than callbacks write that loop.

@@ -292,13 +292,17 @@ class Training:
             self._finish()
             preempted = Preempted(notice.take(), self.number) if agreed.preempt else None
         finally:
-            clock.stop()
-            notice.unwatch(self)
-            self._context.leave_step()
+            if agreed is self._control.agreed:  # else a newer loop has begun, and uses them
+                clock.stop()
+                notice.unwatch(self)
+                self._context.leave_step()
         if preempted is not None:
             self._log_preempted(preempted)
             raise preempted
         notice.deliver()  # a signal that only this rank received, after the last exchange
+        if not agreed.stop:  # a stopped loop may have been too short for a metric
+            for trained in self._context.optimizers:
+                trained.schedule.refuse_no_metric()
 
     def log(
         self,
@@ -464,6 +468,7 @@ class Training:
                 if count > 1
                 else "leave `number` out.",
             )
+        self.job.settle()
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
         weights = self._context.strategy.whole_state(model)
@@ -506,6 +511,7 @@ class Training:
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
+        context.leave_step()  # of an earlier loop that is still open
         if self.job.world_size > 1:
             watch_waits()
         if not self.reproducible:
@@ -598,9 +604,9 @@ class Training:
         if word.requests.save_failed:
             self._finish_save()
         context = self._context
-        keeps = context.strategy.keeps_token_divisor
-        counts = context.count == "tokens" and word.totals and word.totals[-1].count > 0
-        if counts and not keeps:
+        keeps_divisor = context.strategy.keeps_token_divisor
+        has_count = context.count == "tokens" and word.totals and word.totals[-1].count > 0
+        if has_count and not keeps_divisor:
             # The count of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
@@ -625,8 +631,6 @@ class Training:
             refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
         self._report.advise()
-        for trained in self._context.optimizers:
-            trained.schedule.refuse_no_metric()
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:
         return (epochs is not None and self.position.epoch >= epochs) or (
@@ -680,17 +684,18 @@ class Training:
         if self.checkpoints is None or self._is_resumed:
             return
         self.job.settle()
-        self._is_resumed = True
         saved: dict[str, Any] | None = self.checkpoints.resume(
             self.job,
             like=self._state.templates(),
             wants=self._context.strategy.wants,
             size_bytes=self._state.size_bytes(),
         )
+        before = self._state.settings()
+        if saved is not None:
+            self._load(saved)
+        self._is_resumed = True
         if saved is None:
             return
-        before = self._state.settings()
-        self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
         for changes in self._state.changes_of_settings(before):
             log.logger.info(
