@@ -23,7 +23,7 @@ class LoopState:
     place of `end`, if the loop is left early.
 
     This object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
-    `Peers.passed` and `current_step.step`. Outside of a loop, `join` and `Job.settle` reset them.
+    `Peers.passed` and `current_step.step`. `Job.settle` and the end of the job reset `Job.left_loop`.
 
     Attributes:
         step: The step in progress; None outside of a step.
