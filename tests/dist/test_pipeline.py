@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,12 @@ class Residual(nn.Module):
 class Masked(nn.Module):
     """Computes masks from its arguments, and between its submodules; some of them have no parameters."""
 
-    def __init__(self, *, checkpointed: bool = False, reused: bool = False) -> None:
+    def __init__(
+        self, *, checkpointed: bool = False, named: bool = False, reused: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.checkpointed = checkpointed
+        self.checkpointed, self.named = checkpointed, named
         self.embedding, self.drop, self.twice = nn.Embedding(12, 8), nn.Dropout(0.0), nn.Identity()
         self.blocks = nn.ModuleDict({f"b{i}": Residual(i == 1, reused) for i in range(4)})
         self.register_buffer("scale", torch.tensor(2.0))
@@ -166,9 +169,12 @@ class Masked(nn.Module):
     def forward(self, ids: torch.Tensor, shift: float = 0.0) -> dict[str, torch.Tensor]:
         mask = (ids != 3) / self.scale
         x = self.drop(self.embedding(ids)) * 2
-        for block in self.blocks.values():
+        for name, block in self.blocks.items():
             try:
-                if self.checkpointed:
+                if self.named:  # the backward looks the block up again
+                    call = lambda x, name=name: self.blocks[name](x, mask=mask)  # noqa: E731
+                    x = checkpoint(call, x, use_reentrant=False)
+                elif self.checkpointed:
                     x = checkpoint(block, x, mask=mask, use_reentrant=False)
                 else:
                     x = block(x, mask=mask)
@@ -180,9 +186,9 @@ class Masked(nn.Module):
 
 
 FORMS: list[tuple[str, dict[str, bool]]] = [
-    (schedule, {"checkpointed": checkpointed})
+    (schedule, options)
     for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
-    for checkpointed in (False, True)
+    for options in ({}, {"checkpointed": True}, {"named": True})
 ]
 FORMS.append(("1f1b", {"reused": True}))
 
@@ -366,6 +372,12 @@ class Simple(nn.Module):
             h = self.last(self.third(h)) + h[:, :3]
         elif self.kind == "parameters":
             h = self.last(self.third(h)).to(next(self.parameters()).dtype)
+        elif self.kind == "no gradients":
+            with torch.no_grad():
+                h = self.third(h)
+            h = self.last(h)
+        elif self.kind == "recomputed":
+            h = self.last(checkpoint(lambda h: self.third(2 * h), h, use_reentrant=False))
         else:
             h = self.last(self.third(h))
         if self.kind == "cause":
@@ -465,6 +477,8 @@ def _refused(job: Any, kind: str) -> None:
     model = net if kind == "alone" else paceline.pipeline(job, net, **options)
     if kind == "again":
         paceline.pipeline(job, model)
+    if kind == "replaced":
+        model.last = nn.Linear(4, 3)
     if kind == "called":
         model(torch.ones(1, 4))
     optimizer = early if kind == "early" else torch.optim.SGD(model.parameters(), lr=0.1)
@@ -617,6 +631,55 @@ def test_a_number_that_decides_a_shape_is_refused() -> None:
         run_ranks(_train_numbered, True, nproc=2, mesh=Mesh(pp=2))
 
 
+@dataclasses.dataclass
+class Padded:
+    rows: torch.Tensor
+
+
+class TakesDataclass(nn.Module):
+    """Computes in torch's default dtype; micro-batches differ in a shape inside of a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, padded: Padded) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.first(padded.rows)))
+        return out
+
+
+def _train_padded(job: Any) -> tuple[list[float], set[torch.dtype]]:
+    """The losses, and the dtypes of the losses for which the last stage has buffers."""
+    torch.set_default_dtype(torch.float64)
+    model = _wrap(job, TakesDataclass())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(16, torch.float64), global_batch=4, micro_batch=1)
+    training = paceline.Training(job, model, optimizer, batches)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        rows, targets = batch
+        length = 2 if rows.sum() > 0 else 1
+        return F.cross_entropy(model(Padded(rows.repeat(length, 1)))[:1], targets, reduction="sum")
+
+    losses = []
+    for step in training.steps(until=4):
+        step.run(loss_fn)
+        step.update()
+        losses.append(float(step.loss))
+    pipe = model.__dict__.get(PIPELINE)
+    schedules = pipe._schedules.values() if pipe is not None else []
+    return losses, {each.templates[1][1].dtype for each in schedules if 1 in each.templates}
+
+
+def test_shapes_in_a_dataclass_and_another_default_dtype() -> None:
+    ((want, _),) = run_ranks(_train_padded, nproc=1)
+    results = run_ranks(_train_padded, nproc=2, mesh=Mesh(pp=2))
+    for got, _ in results:
+        assert got == pytest.approx(want, rel=1e-12)
+    assert results[1][1] == {torch.float32}  # torch 2.11 refuses another dtype
+
+
 # Found by the second stage, after it has received a tensor.
 UNFIT_LATER = {
     "skip": "`first` is on another stage, so `first.bias` cannot be read on this rank",
@@ -645,6 +708,12 @@ def test_what_the_second_stage_cannot_compute_is_refused() -> None:
 
 
 LAST = {
+    "recomputed": (
+        ConfigError,
+        "third is computed again in the backward with a value of an earlier stage",
+    ),
+    "no gradients": (ConfigError, "`forward` calls third without gradients"),
+    "replaced": (ConfigError, "last was replaced after paceline.pipeline"),
     "mean": (LossError, "the loss is a mean over the samples"),
     "distilled": (StepError, "called the model twice for one micro-batch"),
     "cause": (RuntimeError, "an error of the user"),

@@ -17,6 +17,7 @@ Outside of a step, a call of the model without gradients runs one forward throug
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections import OrderedDict
@@ -58,7 +59,7 @@ _Forward = Callable[
     [torch.Tensor], torch.Tensor
 ]  # of a stage and a micro-batch, from what is received
 # Tensors without memory like the input and the output of each stage of this rank.
-_Examples = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+_Templates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 # A BaseException, so that `except Exception` in a loss function does not catch it.
@@ -83,27 +84,27 @@ class Pipe:
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
-    def __init__(self, job: Job, module: nn.Module, units: list[list[str]], schedule: str) -> None:
+    def __init__(self, job: Job, module: nn.Module, stages: list[list[str]], schedule: str) -> None:
         self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._job, self._module, self._kind = job, module, schedule
         self.owners = {
-            name: Owned(value.shape, value.dtype, self._owner(name, units))
+            name: Owned(value.shape, value.dtype, self._owner(name, stages))
             for name, value in module.state_dict().items()
         }
-        own = list(range(self._rank, len(units), self._size))
-        self._stages = RankStages(job, module, units, own)
-        self._has_last = len(units) - 1 in own
+        own = list(range(self._rank, len(stages), self._size))
+        self._stages = RankStages(job, module, stages, own)
+        self._has_last = self._stages.last in own
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
         self.calls_left: int | None = None
         # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
-        # "refuse": an error, because the schedule runs. "": it runs all stages.
-        self._mode: Literal["", "capture", "output", "refuse"] = ""
+        # "refuse": an error, because the schedule runs. "all_stages": it runs all stages.
+        self._mode: Literal["all_stages", "capture", "output", "refuse"] = "all_stages"
         self._output: Any = None
         module.forward = self._call
 
-    def _owner(self, name: str, units: list[list[str]]) -> int | None:
-        for number, stage in enumerate(units):
+    def _owner(self, name: str, stages: list[list[str]]) -> int | None:
+        for number, stage in enumerate(stages):
             if name.startswith(tuple(f"{unit}." for unit in stage)):
                 return number % self._size
         return None
@@ -121,16 +122,16 @@ class Pipe:
                 schedule = self._schedule_of(len(micros), shape, step, micros[0], arguments)
                 forwards = {
                     number: [
-                        partial(self._scheduled, step, at, number, arguments[at], output)
+                        partial(self._forward_or_loss, step, at, number, arguments[at], output)
                         for at in micros
                     ]
-                    for number, (_, output) in schedule.examples.items()
+                    for number, (_, output) in schedule.templates.items()
                 }
                 busy_s += schedule.run(forwards)
         except RuntimeError as error:
             self._reraise(error)
         finally:
-            self._mode = ""
+            self._mode = "all_stages"
         return busy_s, time.perf_counter() - began
 
     def _split(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
@@ -149,23 +150,23 @@ class Pipe:
     ) -> _Schedule:
         key = size, shape
         if key not in self._schedules:
-            examples = self._examples(step, at, arguments[at])
+            templates = self._templates(step, at, arguments[at])
             self._schedules[key] = _Schedule(
-                self._stages, self._kind, size, examples, self.group, self._job.device
+                self._stages, self._kind, size, templates, self.group, self._job.device
             )
             if len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _examples(self, step: ScheduledStep, at: int, arguments: _Arguments) -> _Examples:
+    def _templates(self, step: ScheduledStep, at: int, arguments: _Arguments) -> _Templates:
         """Find the shapes of what this rank's stages receive and return, with one forward of all stages."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(number: int, received: torch.Tensor | None) -> Any:
             output = self._forward(step, at, number, arguments, received)
             if number == self._stages.last:
-                output = torch.empty(())  # the loss
+                output = torch.empty((), dtype=torch.float32)  # the loss
             if received is None:
                 received = torch.empty(1, dtype=torch.int64)  # a number of `_Schedule.run`
             found[number] = _like(received), _like(output)
@@ -191,29 +192,29 @@ class Pipe:
         with step.forward(at, number):
             return self._stages.forward(number, *arguments, received)
 
-    def _scheduled(
+    def _forward_or_loss(
         self,
         step: ScheduledStep,
         at: int,
         number: int,
         arguments: _Arguments,
-        example: torch.Tensor,
+        template: torch.Tensor,
         received: torch.Tensor,
     ) -> torch.Tensor:
         """The same within a schedule, where the last stage returns the loss.
 
         Args:
-            example: The shape and dtype for which the schedule has buffers.
+            template: The shape and dtype for which the schedule has buffers.
         """
         output = self._forward(step, at, number, arguments, received if number else None)
         if number == self._stages.last:
             # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
             return self._loss(step, at, output).float()
         assert isinstance(output, torch.Tensor)
-        if (output.shape, output.dtype) != (example.shape, example.dtype):
+        if (output.shape, output.dtype) != (template.shape, template.dtype):
             raise StepError(
                 f"stage {number} returns a tensor of shape {list(output.shape)} and {output.dtype}; for "
-                f"another micro-batch it was {list(example.shape)} and {example.dtype}.",
+                f"another micro-batch it was {list(template.shape)} and {template.dtype}.",
                 where=self._job.where(),
                 why="the tensors among the model's arguments have the same shapes in both, so both use the "
                 "buffers of one schedule. A number among the arguments seems to decide the shape.",
@@ -251,7 +252,7 @@ class Pipe:
             args, kwargs = captured.args
             return args, kwargs
         finally:
-            self._mode = ""
+            self._mode = "all_stages"
         raise StepError(
             "the function given to `step.run` did not call the model.",
             where=self._job.where(),
@@ -285,7 +286,7 @@ class Pipe:
             return output
         raise OtherStage(
             f"rank {self._job.rank} holds stage {self._stages.own[-1]}, so it has no output of the model.",
-            why=f"the last of the {len(self._stages.units)} stages has it.",
+            why=f"the last of the {len(self._stages.stages)} stages has it.",
             fix="use paceline.evaluate, which takes the results of the last stage.",
         )
 
@@ -375,7 +376,7 @@ class _Schedule:
     Shapes are given, so that torch does not run the model to find them.
 
     Attributes:
-        examples: See `_Examples`. The output of the last stage is the loss.
+        templates: See `_Templates`. The output of the last stage is the loss.
     """
 
     def __init__(
@@ -383,29 +384,29 @@ class _Schedule:
         stages: RankStages,
         kind: str,
         size: int,
-        examples: _Examples,
+        templates: _Templates,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.examples = examples
+        self.templates = templates
         # torch splits a batch into micro-batches. It gets their numbers only: the stages know the arguments.
         self._numbers = torch.arange(size, device=device)
-        self._modules = {n: _StageModule(stages.layers_of(n)) for n in stages.own}
+        self._modules = {n: _StageModule(stages, n) for n in stages.own}
         self._stages = [
             _TimedStage(
                 module,
                 number,
-                len(stages.units),
+                len(stages.stages),
                 device,
-                input_args=examples[number][0],
-                output_args=examples[number][1],
+                input_args=templates[number][0],
+                output_args=templates[number][1],
                 group=group,
                 dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
             )
             for number, module in self._modules.items()
         ]
         schedule = SCHEDULES[kind]
-        if schedule is Schedule1F1B and size < len(stages.units):
+        if schedule is Schedule1F1B and size < len(stages.stages):
             schedule = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
         self._schedule = schedule(
             self._stages if kind in LOOPED else self._stages[0],
@@ -438,9 +439,10 @@ class _StageModule(nn.Module):
 
     is_stage = True  # `paceline verify` looks for it
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, stages: RankStages, number: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(stages.layers_of(number))
+        self.intercepted = stages.intercepted
         self.forwards: Iterator[_Forward] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
@@ -456,10 +458,12 @@ class _TimedStage(PipelineStage):
         return self._timed(FORWARD, super().forward_one_chunk, args, kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(BACKWARD, super().backward_one_chunk, args, kwargs)
+        with self.submod.intercepted():
+            return self._timed(BACKWARD, super().backward_one_chunk, args, kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(BACKWARD, super().backward_weight_one_chunk, args, kwargs)
+        with self.submod.intercepted():
+            return self._timed(BACKWARD, super().backward_weight_one_chunk, args, kwargs)
 
     def _timed(self, phase: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         began, was = time.perf_counter(), clock.begin(phase)
@@ -493,6 +497,10 @@ def _shapes(value: Any) -> Any:
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, Mapping):
         return {key: _shapes(each) for key, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _shapes(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, list | tuple):
         return [_shapes(each) for each in value]
     return value if isinstance(value, str | bool | None) else type(value).__name__

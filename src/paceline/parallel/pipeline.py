@@ -50,7 +50,13 @@ def pipeline(
     Every stage calls the module's `forward` with the arguments that the loss function gives the module.
     `forward` must call the submodules that have parameters once each, in the order in which they were
     registered. One tensor passes from a stage to the next: the first argument of its first submodule. Other
-    arguments may be computed from the arguments of `forward`, such as masks.
+    arguments may be computed from the arguments of `forward`, such as masks. Submodules of earlier stages
+    return tensors without values that have the shape and dtype of the received tensor: `forward` must not use
+    another shape of an earlier stage later.
+
+    The loss function is called once for each micro-batch on each rank up to its call of the module, to find
+    the arguments, and on the last stage once more with the output. What it does before that call must give
+    the same each time.
 
     Args:
         split: Names of the submodules that begin a new stage, such as `["layers.4"]`. None makes stages of

@@ -150,6 +150,7 @@ class PipelineStrategy(Strategy):
         return self._pipe.whole_state()
 
     def wants(self, path: str) -> bool:
+        # A path is "models.0.NAME" or "optimizers.0.state.0.NAME.KEY", where NAME is that of a parameter.
         kind, _, rest = path.partition(".0.")
         others = self._pipe.others()
         if kind == "models":

@@ -17,7 +17,8 @@ and the stages [embedding, block1] and [block2, head] is computed in two parts:
   `block2` the received tensor takes the place of the placeholder, and from there on everything has values.
 
 For this, each submodule is replaced by an `_Interceptor` under its own name: submodules of other ranks for
-good, and this rank's own ones while a stage computes. So parameters keep the names of the whole model.
+good, and this rank's own ones while a stage computes its forward or backward: activation checkpointing calls
+submodules again in the backward. So parameters keep the names of the whole model.
 
 A unit is the name of a submodule that belongs to one stage as a whole (see `pipeline_stages`). Submodules
 without parameters and buffers belong to no stage and compute on all ranks.
@@ -25,8 +26,9 @@ without parameters and buffers belong to no stage and compute on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,44 +47,62 @@ class RankStages:
     """The stages of a model on one rank of a pipeline, and their forwards.
 
     Attributes:
-        units: For each stage of the pipeline, its units.
-        order: The units of all stages.
+        stages: For each stage of the pipeline, its units.
+        units: The units of all stages, in the order of their calls.
         stage_of: The stage of each unit.
         own: The stages of this rank.
         layers: This rank's submodules, by unit, and those that belong to no stage.
         running: The forward of a stage in progress.
     """
 
-    def __init__(self, job: Job, module: nn.Module, units: list[list[str]], own: list[int]) -> None:
-        self.module, self.units, self.own = module, units, own
-        self.stage_of = {unit: number for number, stage in enumerate(units) for unit in stage}
-        self.order = list(self.stage_of)
+    def __init__(
+        self, job: Job, module: nn.Module, stages: list[list[str]], own: list[int]
+    ) -> None:
+        self.module, self.stages, self.own = module, stages, own
+        self.stage_of = {unit: number for number, stage in enumerate(stages) for unit in stage}
+        self.units = list(self.stage_of)
         self.running: _StageForward | None = None
         self.layers: dict[str, nn.Module] = {}
         self._job = job
         self._forward = module.forward
         self._interceptors: dict[str, _Interceptor] = {}
-        for unit in [*self.order, *stateless_layers(module, self.order)]:
+        for unit in [*self.units, *stateless_layers(module, self.units)]:
             layer = module.get_submodule(unit)
             number = self.stage_of.get(unit)
             if number is None or number in own:
                 self.layers[unit] = layer
                 self._interceptors[unit] = _Interceptor(self, unit, layer)
             else:
-                self._put(unit, _Interceptor(self, unit, None).train(layer.training))
+                self._interceptors[unit] = _Interceptor(self, unit, None).train(layer.training)
+                self._put(unit, self._interceptors[unit])
 
     @property
     def last(self) -> int:
         """The last stage of the pipeline."""
-        return len(self.units) - 1
+        return len(self.stages) - 1
 
     def layers_of(self, number: int) -> list[nn.Module]:
         """The submodules of one of this rank's stages."""
-        return [self.layers[unit] for unit in self.units[number]]
+        return [self.layers[unit] for unit in self.stages[number]]
 
     def _put(self, unit: str, layer: nn.Module) -> None:
         parent, _, name = unit.rpartition(".")
         setattr(self.module.get_submodule(parent), name, layer)
+
+    @contextlib.contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Replace this rank's submodules, for the forward or backward of a stage."""
+        for unit, interceptor in self._interceptors.items():
+            if self.module.get_submodule(unit) is not self.layers.get(unit, interceptor):
+                raise self._replaced(unit)
+        for unit, layer in self.layers.items():
+            self._interceptors[unit].training = layer.training
+            self._put(unit, self._interceptors[unit])
+        try:
+            yield
+        finally:
+            for unit, layer in self.layers.items():
+                self._put(unit, layer)
 
     def forward(self, number: int, args: Any, kwargs: Any, received: torch.Tensor | None) -> Any:
         """Compute stage `number`: the tensor to send, or what the model returns.
@@ -91,12 +111,10 @@ class RankStages:
             args, kwargs: The arguments of the model.
             received: What the stage before has sent; None for stage 0.
         """
-        for unit, layer in self.layers.items():
-            self._interceptors[unit].training = layer.training
-            self._put(unit, self._interceptors[unit])
         self.running = _StageForward(self, number, received)
         try:
-            output = self._forward(*args, **kwargs)
+            with self.intercepted():
+                output = self._forward(*args, **kwargs)
             self.running.check_end(output)
             return output
         except _StageEnd as end:
@@ -112,15 +130,13 @@ class RankStages:
             ) from error
         finally:
             self.running = None
-            for unit, layer in self.layers.items():
-                self._put(unit, layer)
 
     def _sendable(self, number: int, x: Any) -> torch.Tensor:
         if isinstance(x, torch.Tensor) and x.dtype in SENDABLE:
             return x.contiguous()
         shown = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise self.split_error(
-            f"the first argument of {self.units[number + 1][0]} is a {shown}, not a floating-point tensor"
+            f"the first argument of {self.stages[number + 1][0]} is a {shown}, not a floating-point tensor"
         )
 
     def split_error(self, what: str) -> ConfigError:
@@ -130,6 +146,14 @@ class RankStages:
             why="a stage passes one tensor to the next: the first argument of its first submodule.",
             fix="register submodules in the order of their calls, move computations between them into "
             "submodules, or split at other names.",
+        )
+
+    def _replaced(self, unit: str) -> ConfigError:
+        return ConfigError(
+            f"{unit} was replaced after paceline.pipeline(...).",
+            where=self._job.where(),
+            why="the stages hold the submodules that the model had then.",
+            fix="replace submodules before paceline.pipeline(...). To compile one, call its `compile()`.",
         )
 
     def _no_parameters(self) -> ConfigError:
@@ -172,7 +196,7 @@ class _StageForward:
         self._num_called += 1
         if stage < self._stage:
             return self._placeholder()
-        if stage > 0 and unit == self._stages.units[stage][0]:
+        if stage > 0 and unit == self._stages.stages[stage][0]:
             first = args[0] if args else next(iter(kwargs.values()), None)
             if stage > self._stage:
                 raise _StageEnd(first)
@@ -200,7 +224,8 @@ class _StageForward:
             raise self._error(f"the first argument of {unit} is not computed by the stage before")
         if torch.is_grad_enabled() != self._has_grad:
             raise self._error(
-                f"{unit} is computed by torch.utils.checkpoint with use_reentrant=True"
+                f"`forward` calls {unit} without gradients (torch.no_grad(), or torch.utils.checkpoint with "
+                "use_reentrant=True)"
             )
         first.received = self._received
         self.has_begun = True
@@ -214,12 +239,12 @@ class _StageForward:
 
     @property
     def _next(self) -> str:
-        order = self._stages.order
-        return order[self._num_called] if self._num_called < len(order) else "nothing more"
+        units = self._stages.units
+        return units[self._num_called] if self._num_called < len(units) else "nothing more"
 
     def check_end(self, output: Any) -> None:
         """Check a forward that returned."""
-        if self._num_called < len(self._stages.order):
+        if self._num_called < len(self._stages.units):
             raise self._error(f"`forward` does not call {self._next}")
         if _has_placeholder(output):
             raise self._error(
@@ -249,6 +274,10 @@ class _Interceptor(nn.Module):
             raise self._missing(f"`{name}` cannot be called")
         # Activation checkpointing computes it again in the backward, with the arguments that `forward` gave.
         args, kwargs = _with_received(args, kwargs)
+        if name in stages.stage_of and _has_placeholder((args, kwargs)):
+            raise stages.split_error(
+                f"{name} is computed again in the backward with a value of an earlier stage"
+            )
         return layer(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
