@@ -27,8 +27,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.clock import step_clock
-from paceline.errors import CollectiveTimeout, PeerFailed
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed
 from paceline.job.job import Job
+from paceline.mpi import world
 
 # Ranks that MPI starts cannot import the tests.
 for module in (sys.modules[__name__], collective_programs, mpi_ranks):
@@ -356,8 +357,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert isinstance(errors[0], CollectiveTimeout), outcomes
     assert errors[0].missing == [1], "rank 2 waits, though it has sent and received nothing"
     assert errors[0].waited_s > 3
-    assert "an operation timed out after 3 s; ranks that have not reached it: rank 1." in str(
-        errors[0]
+    assert (
+        "an operation timed out after 3 s; ranks that have not reported that they reached it: rank 1."
+        in str(errors[0])
     )
     assert isinstance(errors[2], PeerFailed), outcomes
     assert "rank 0 left this group after an error while this rank waited" in str(errors[2])
@@ -393,7 +395,37 @@ def test_ranks_that_mpi_has_not_started_are_refused() -> None:
     assert "mpirun -n 2 python" in done.stderr
 
 
-# A child that does not call exec, then an operation that is unfinished when the process ends.
+class _OneProcess:
+    """The part of `mpi4py.MPI` that a group asks for, in a process that no launcher of MPI has started."""
+
+    @property
+    def COMM_WORLD(self) -> _OneProcess:
+        return self
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def Get_library_version(self) -> str:
+        return "MPICH 4.2"
+
+
+@pytest.mark.ci
+def test_a_group_of_processes_that_mpi_has_not_started_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "library", _OneProcess)
+    store = dist.HashStore()
+    store.set("rank/1", "[0, 1]")
+    with pytest.raises(ConfigError) as caught:
+        world.open_communicator(store, 0, 2, timedelta(seconds=10))
+    assert "the 2 ranks of a group are not 2 processes of one MPI job." in str(caught.value)
+    assert "rank 0 of 1, rank 0 of 1" in str(caught.value)
+
+
+# A child that does not call exec, then one of three ends of the process.
 ENDS = """
 import atexit, os, signal, sys, torch, torch.distributed as dist
 from paceline.mpi.group import register
@@ -412,15 +444,19 @@ if (child := os.fork()) == 0:
     os._exit(0)
 os.waitpid(child, 0)
 dist.barrier()
-receive = dist.irecv(torch.ones(1), 1 - rank)
+if sys.argv[2] == "unfinished":
+    receive = dist.irecv(torch.ones(1), 1 - rank)
+elif sys.argv[2] == "failed":
+    dist.group.WORLD.abort()  # all operations are finished
 """
 
 
 @pytest.mark.ci
-def test_the_end_of_a_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["unfinished", "failed", "clean"])
+def test_the_end_of_a_process(tmp_path: Path, end: str) -> None:
     words, variables = mpi_command("mpich", 2)
     done = subprocess.run(
-        [*words, sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "store")],
+        [*words, sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "store"), end],
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -429,7 +465,7 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
     assert "after finaliz" not in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(done.stdout.splitlines())
-    assert lines == ["child False", "child False", "rank False", "rank False"]
+    assert lines == ["child False", "child False", *[f"rank {end == 'clean'}"] * 2]
 
 
 def test_one_thread_is_refused(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class MpiGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any) -> Work:
         reduction = _Reduction(self._mpi, opts, tensors, self._size)
 
         def start(work: Work) -> WriteResults:
@@ -148,16 +148,16 @@ class MpiGroup(dist.ProcessGroup):
 
         return self._submit("reduce", start, tensors, opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         _refuse_unsupported([*outputs, *inputs[0]])
         check_pieces(inputs[0], outputs[0], self._size)
         whole = torch.cat([as_flat(piece) for piece in inputs[0]])
         return self.reduce_scatter_single(outputs[0], whole, opts)
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         reduction = _Reduction(self._mpi, opts, [*outputs, *inputs], self._size)
         for output, whole in zip(outputs, inputs, strict=True):
             check_whole(whole, output, self._size)

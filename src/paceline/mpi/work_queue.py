@@ -3,9 +3,9 @@
 Progress
     An operation is a few non-blocking MPI requests, such as one `Iallreduce`. The calling thread starts them
     at once, so requests start in the order of the calls on every rank. MPI works on requests only while the
-    process is in a call of MPI, so some thread must test them. A thread that waits for an operation tests its
-    requests itself, which is fastest. A background thread tests those of operations that no thread waits for:
-    the all-reduces of DDP, or a message that is sent while the rank waits for something else.
+    process is in a call of MPI, so some thread must test them. A thread that waits for an operation tests all
+    requests of its group, which is fastest. A background thread does so while an asynchronous operation is
+    unfinished, such as an all-reduce of DDP.
 
     torch's own backend `mpi` makes blocking calls in a thread, under one lock for all groups. Such a call
     cannot end after a timeout, and two ranks that use two groups in different orders deadlock.
@@ -17,11 +17,12 @@ Failure
         that wait then raise PeerFailed. A rank that was killed writes nothing: the others wait until the
         timeout.
       - A rank that waits writes how many collectives it has entered ("arrived/RANK"), so that a timeout can
-        name the ranks that have not reached the same collective.
+        name the ranks that have not reported the same collective. A rank whose part of it ended at once, such
+        as the sender of a broadcast, has not reported it either.
 
     After a failure the ranks are no longer in step: every later operation raises the same error. Requests
-    that have started cannot be withdrawn. Their memory is kept until the process ends, and MPI is not
-    finalized.
+    that have started cannot be withdrawn. Their memory is kept until the process ends. A rank whose group has
+    failed does not finalize MPI, because that would wait for requests of other ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _TYPES = {
     torch.uint64: "UINT64_T",
 }
 
-_YIELD_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
+_SPIN_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
 _SLEEP_S = 1e-3
 _THREAD_SLEEP_S = 50e-6  # of the background thread, which must not slow down the main thread
 _CHECK_PEERS_S = 0.25  # interval at which a waiting rank uses the store
@@ -72,7 +73,7 @@ class Work(QueuedWork):
 
     Attributes:
         requests: The requests of MPI that are not finished.
-        write_results: To be called when they are finished.
+        write: Writes the results. To be called when they are finished; None if MPI has written them.
         status: For a receive, MPI writes the sender and the size of the message into it.
 
     `bytes` and `numbers` make the arguments of mpi4py from flat tensors in host memory. mpi4py gets an
@@ -81,7 +82,7 @@ class Work(QueuedWork):
     """
 
     status: Any = None
-    write_results: WriteResults = None
+    write: WriteResults = None
 
     def __init__(
         self, queue: RequestQueue, name: str, outputs: Sequence[torch.Tensor], timeout_s: float
@@ -109,11 +110,11 @@ class Work(QueuedWork):
             self.requests.pop()
         return not self.requests
 
-    def finish(self) -> None:
+    def write_results(self) -> None:
         """Write the results, and free the memory."""
-        if self.write_results is not None:
-            self.write_results()
-        self.write_results, self._buffers = None, []
+        if self.write is not None:
+            self.write()
+        self.write, self._buffers = None, []
 
     def _source_rank(self) -> int:
         return -1 if self.status is None else int(self.status.Get_source())
@@ -125,7 +126,7 @@ Start = Callable[[Work], WriteResults]  # starts the requests of an operation
 class RequestQueue(Queue[Work]):
     """The unfinished works of one group.
 
-    `submit` and `finish` raise, all as RuntimeErrors too:
+    `submit` and `wait_for` raise, all as RuntimeErrors too:
         PeerFailed: a rank has written that it failed, or the store has ended.
         CollectiveTimeout: an operation was not finished within the timeout.
         mpi4py's MPI.Exception: MPI reports an error, such as different sizes.
@@ -161,7 +162,7 @@ class RequestQueue(Queue[Work]):
             self._add(work)
             try:
                 with self._inference_mode:
-                    work.write_results = start(work)
+                    work.write = start(work)
             except BaseException as error:
                 self._fail(error)
         self._complete_futures()
@@ -187,7 +188,7 @@ class RequestQueue(Queue[Work]):
                 self.check_peers()
             elif work is None:
                 time.sleep(_THREAD_SLEEP_S)
-            elif now - began < _YIELD_S:
+            elif now - began < _SPIN_S:
                 os.sched_yield()
             else:
                 time.sleep(_SLEEP_S)
@@ -202,7 +203,7 @@ class RequestQueue(Queue[Work]):
                     if not work.test() or work.done:
                         continue
                     with self._inference_mode:
-                        work.finish()
+                        work.write_results()
                     self._end(work)
                     ended = True
                 except BaseException as error:
@@ -216,13 +217,14 @@ class RequestQueue(Queue[Work]):
         """Fail all works, and all operations from now on. The caller holds the lock."""
         if self._error is None:
             self._error = error
-        for work in tuple(self._works):
-            world.keep_alive(work)
+        works = tuple(self._works)
+        world.group_failed(works)
+        for work in works:
             self._end(work, self._error)
         self._tell_failure((str(error) or type(error).__name__).splitlines()[0])
 
     def close(self, why: str = "") -> bool:
-        """Leave the group. Returns whether all its works were finished.
+        """Leave the group. Returns True on the first call, if nothing failed and nothing is unfinished.
 
         Args:
             why: Given if a failure is the reason: ranks that wait for this rank raise PeerFailed.
@@ -302,7 +304,10 @@ class RequestQueue(Queue[Work]):
         if work.peer is None:
             missing = self._missing(work.number)
             names = name_ranks(missing) if missing else "none"
-            what = f"an operation timed out after {waited_s:.0f} s; ranks that have not reached it: {names}."
+            what = (
+                f"an operation timed out after {waited_s:.0f} s; ranks that have not reported that they "
+                f"reached it: {names}."
+            )
         else:
             missing = [self._ranks[work.peer]] if work.peer >= 0 else []
             other = name_ranks(missing) if missing else "any rank"
@@ -312,7 +317,7 @@ class RequestQueue(Queue[Work]):
         )
 
     def _missing(self, number: int) -> list[int]:
-        """The other ranks that have not entered the collective with this number."""
+        """The other ranks that have not reported that they entered the collective with this number."""
         missing = []
         for rank, name in enumerate(self._ranks):
             key = f"arrived/{rank}"

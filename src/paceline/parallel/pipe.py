@@ -452,6 +452,7 @@ class _StageModule(nn.Module):
 class _TimedStage(PipelineStage):
     """Adds up the seconds of its computations."""
 
+    submod: _StageModule
     busy_s = 0.0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

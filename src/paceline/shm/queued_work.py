@@ -63,9 +63,9 @@ class QueuedWork(dist.Work):
         return self._outputs[0].numel() if self._outputs else 0
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the result is there. Raises what the `finish` of its queue raises."""
+        """Wait until the result is there. Raises what the `wait_for` of its queue raises."""
         if not self.done:
-            self._queue.finish(self, timeout.total_seconds())
+            self._queue.wait_for(self, timeout.total_seconds())
         if self.error is not None:
             raise self.error
         return True
@@ -116,7 +116,7 @@ class QueuedWork(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """The same as `wait`, because results are CPU tensors."""
+        """The same as `wait`, because results are written before a work is done."""
         self.wait()
 
     def recorder_entry(self, created_ns: int) -> dict[str, Any]:
@@ -125,6 +125,7 @@ class QueuedWork(dist.Work):
             "profiling_name": f"{self._queue.backend}:{self.name}",
             "collective_seq_id": self.number,
             "is_p2p": self.peer is not None,
+            # torch's name for the shapes; a work knows only those of its outputs.
             "input_sizes": [list(output.shape) for output in self._outputs],
             "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
             "retired": self.done,
@@ -140,7 +141,7 @@ class Queue(Generic[W]):
 
     Attributes:
         lock: held while works advance, and to read or change the queue.
-        started: the number of works issued.
+        num_issued: the number of works issued.
         entered: the number of collectives among them. They are numbered; sends and receives are not.
         recent: number, time of issue and number of elements of the latest collectives.
     """
@@ -151,7 +152,7 @@ class Queue(Generic[W]):
         self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[W]
     ) -> None:
         self.lock = lock
-        self.started = self.entered = 0
+        self.num_issued = self.entered = 0
         self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._rank, self._ranks = rank, ranks
         self._works = works
@@ -170,7 +171,7 @@ class Queue(Generic[W]):
             # It is raised again and again: the frames of earlier calls would stay alive.
             raise self._error.with_traceback(None)
         self._works.append(work)
-        self.started += 1
+        self.num_issued += 1
         if work.peer is None:
             self.entered = work.number = self.entered + 1
             self.recent.append((self.entered, work.issued, work.elements))
@@ -203,7 +204,7 @@ class Queue(Generic[W]):
             for work in tuple(self._works)
         ]
 
-    def finish(self, work: W, timeout_s: float) -> None:
+    def wait_for(self, work: W, timeout_s: float) -> None:
         """Run the queue until `work` is finished."""
         if timeout_s > 0:
             work.timeout_s = time.monotonic() - work.issued + timeout_s

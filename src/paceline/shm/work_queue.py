@@ -48,7 +48,7 @@ class CollectiveWork(QueuedWork):
 class WorkQueue(Queue[CollectiveWork]):
     """The unfinished works of one group, in the order of issue.
 
-    `submit` and `finish` raise, all as RuntimeErrors too:
+    `submit` and `wait_for` raise, all as RuntimeErrors too:
         PeerFailed: a rank died, left, or gave up.
         CollectiveTimeout: a rank did not arrive within the timeout.
         RankDisagreement: the ranks called different collectives, or with different tensors.

@@ -34,8 +34,8 @@ def counts() -> tuple[int, int]:
             entered += max(int(status["last_enqueued_collective"]), 0)
             over += max(int(status["last_completed_collective"]), 0)
     for _, queue in _our_queues():
-        entered += queue.started
-        over += queue.started - queue.num_waiting
+        entered += queue.num_issued
+        over += queue.num_issued - queue.num_waiting
     return entered, over
 
 
