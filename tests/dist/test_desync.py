@@ -96,6 +96,19 @@ def test_a_changed_bit_is_found_and_named(
         assert error.exit_code == 70
 
 
+def _drift_after_a_load(job: Any) -> None:
+    other = _train(job, _training(job), 8).state_dict()
+    training = _train(job, _training(job, desync_every=1), 4)
+    training.load_state_dict(other)
+    _train(job, training, 12, {"step": 9, "ranks": [1], "what": "weight"})
+
+
+def test_a_comparison_before_a_later_state_was_loaded_is_not_mentioned() -> None:
+    for outcome in run_failing_ranks(_drift_after_a_load, nproc=2):
+        assert isinstance(outcome.error, Desync)
+        assert "this is the first comparison after step 8" in str(outcome.error)
+
+
 def _drift_before_a_save(job: Any, folder: str) -> None:
     keep = paceline.Checkpoints(folder, every_steps=2)
     # No comparison is due at an interval in these steps.

@@ -200,6 +200,32 @@ def test_a_rank_that_fails_before_an_evaluation_is_named() -> None:
     assert "of this rank" in str(outcomes[0].error)
 
 
+def _evaluate_after_a_caught_error(job: Any) -> tuple[bool, list[float]]:
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, _data(32), global_batch=8)
+    is_caught, found = False, []
+    for step in paceline.Training(job, model, optimizer, batches).steps(epochs=1):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            try:
+                paceline.evaluate(job, model, _data(9), _score)
+            except paceline.EvaluationError:
+                is_caught = True
+        if step.number >= 3:
+            found.append(paceline.evaluate(job, model, _data(9), _score).loss)
+    return is_caught, found
+
+
+def test_ranks_evaluate_together_after_one_has_caught_the_error_of_doing_it_alone() -> None:
+    ranks = run_ranks(_evaluate_after_a_caught_error, nproc=2, timeout_s=10)
+    assert [is_caught for is_caught, _ in ranks] == [True, False]
+    assert ranks[0][1] == ranks[1][1]
+    assert len(ranks[0][1]) == 2
+
+
 def _keep_even(rows: list[Any]) -> Any:
     return default_collate([row for row in rows if row[1] == 0])
 

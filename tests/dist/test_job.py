@@ -103,6 +103,18 @@ def test_an_error_of_rank_0_reaches_all() -> None:
         assert "disk is gone" in str(outcome.error)
 
 
+def _result_without_json(job: Any) -> str:
+    try:
+        collectives.on_rank0(job, lambda: {1, 2}, timeout_s=5)
+    except (TypeError, paceline.PacelineError) as error:
+        return type(error).__name__
+    return "none"
+
+
+def test_a_result_that_json_cannot_represent_is_an_error_of_all_ranks() -> None:
+    assert run_ranks(_result_without_json, nproc=2) == ["TypeError", "PeerFailed"]
+
+
 def _rank0_sleeps(job: Any) -> None:
     collectives.on_rank0(job, lambda: threading.Event().wait(3), timeout_s=0.5)
 

@@ -546,6 +546,34 @@ def test_reading_the_loss_on_one_rank_is_named() -> None:
     assert all(isinstance(o.error, PeerFailed) for o in outcomes[1:])
 
 
+def _loss_after_the_loop(job: Any, ranks: list[int]) -> list[float]:
+    training = _training(job)
+    losses, found = [], []
+    for step in training.steps(until=3):
+        backwards(training, step)
+        step.update()
+        losses.append(step.loss)
+        if step.number == 2:
+            found += [float(losses[0]), float(step.loss)]
+    if job.rank in ranks:
+        found += [float(losses[0]), float(losses[2])]
+    return found
+
+
+def test_the_loss_may_be_read_after_the_loop() -> None:
+    each = run_ranks(_loss_after_the_loop, [0, 1], nproc=2)
+    assert each[0] == each[1]
+    assert each[0][2] == each[0][0]
+    assert len(set(each[0])) == 3
+
+
+def test_reading_the_loss_on_one_rank_after_the_loop_is_named() -> None:
+    outcomes = run_failing_ranks(_loss_after_the_loop, [0], nproc=2)
+    assert isinstance(outcomes[0].error, StepError)
+    assert "rank 1 did not ask for the loss of step 3" in str(outcomes[0].error)
+    assert isinstance(outcomes[1].error, PeerFailed)
+
+
 def _save_on_one_rank(job: Any, folder: str) -> None:
     training = _training(job, checkpoints=paceline.Checkpoints(folder))
     for step in training.steps(epochs=1):

@@ -7,14 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from paceline.errors import StepError
-from paceline.job import failures
+from paceline.job import current_step, failures
 from paceline.job.failures import ExceptHook, Peers
+from paceline.metrics.step_loss import StepLoss
 
 
 class CountingStore(dist.Store):
@@ -102,7 +105,7 @@ def test_values_that_all_ranks_have_read_are_deleted(connect: Any, store: dist.S
 
     def exchange_often(peers: Peers) -> list[Any]:
         return [
-            peers.exchange_in_step(call, [peers._rank, number], 1, timeout_s=20)
+            peers.exchange_in_step(call, [peers._rank, number], timeout_s=20)
             for number in range(10)
             for call in ("loss", "save")
         ]
@@ -116,9 +119,65 @@ def test_values_that_all_ranks_have_read_are_deleted(connect: Any, store: dist.S
         for call in ("loss", "save")
         for number in range(1, 11)
         for rank in range(3)
-        if store.check([f"{call}/{number}/{rank}"])
+        if store.check([f"{call}/0/0/0/{number}/{rank}"])
     }
     assert left == {("loss", 10), ("save", 10)}
+
+
+@pytest.mark.parametrize("step_now", [3, 5])
+def test_a_rank_that_is_late_to_read_the_loss_of_an_ended_step_is_awaited(
+    connect: Any, monkeypatch: pytest.MonkeyPatch, step_now: int
+) -> None:
+    """After the loop, and in a later step."""
+    passed = 3 if step_now == 3 else 4
+    early, late = connect(), connect(rank=1)
+    losses = []
+    for peers in (early, late):
+        peers.passed = passed
+        job: Any = SimpleNamespace(
+            peers=peers, timeout_s=20, data=SimpleNamespace(reporters=(0, 1)), where=lambda: ""
+        )
+        losses.append(StepLoss(job, 3, torch.tensor(1.0), 2))
+    looks = []
+
+    def comes_at_the_second_look(rank: int, loop: int) -> int:
+        looks.append(rank)
+        if len(looks) == 2:
+            coming.append(pool.submit(float, losses[1]))
+        return passed
+
+    monkeypatch.setattr(current_step, "step", step_now)
+    monkeypatch.setattr(failures, "_GRACE_S", 0.0)
+    monkeypatch.setattr(early, "_passed_by", comes_at_the_second_look)
+    coming: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        assert float(losses[0]) == 0.5
+        assert coming[0].result() == 0.5
+
+
+def test_an_inner_loop_uses_no_name_of_the_outer_one(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = connect(world_size=1)
+    names = set()
+
+    def step(number: int, body: Callable[[], object] = lambda: None) -> None:
+        monkeypatch.setattr(current_step, "step", number)
+        for when in (body, lambda: None):
+            when()
+            peers.exchange_in_step("save", None, timeout_s=20)
+            names.add(peers._posted["save"])
+        peers.end_step(number)
+
+    def inner() -> None:
+        peers.new_loop()
+        for number in range(1, 8):
+            step(number)
+
+    peers.new_loop()
+    for number in range(1, 10):
+        step(number, inner if number in (3, 5) else lambda: None)
+    assert len(names) == 2 * (9 + 7 + 7)
 
 
 def test_ranks_answer_while_one_asks_and_are_quiet_afterwards(

@@ -23,6 +23,7 @@ from paceline.errors import (
     name_ranks,
     refuse_different_values,
 )
+from paceline.job import current_step
 from paceline.job.job import Job
 
 T = TypeVar("T")
@@ -55,32 +56,31 @@ def gather_in_step(
     job: Job,
     call: str,
     value: Any,
-    step: int,
     *,
     action: str,
     error: type[PacelineError] = StepError,
     why: str,
     fix: str,
 ) -> list[Any]:
-    """The values that all ranks give in the same step, in rank order; the ranks that do not are named.
+    """The values that all ranks give in the same step, or after it, in rank order; missing ranks are named.
 
     Through the store, so that ranks which make the call alone get an error instead of waiting for the others.
 
     Args:
-        call: Which call it is, for the store; all ranks make it equally often.
+        call: Which call it is, for the store.
         action: What all ranks must do, for the error: "call `evaluate` in this step".
 
     Raises:
-        error: Some ranks ended `step` without the call.
+        error: Some ranks ended the step, or outside of a step left the job, without the call.
 
-    Collective: all ranks, in the same step.
+    Collective: all ranks, in the same step or after the same one.
     """
     if job.peers is None:
         return [value]
-    values, missing = job.peers.exchange_in_step(call, value, step, timeout_s=job.timeout_s)
+    values, missing = job.peers.exchange_in_step(call, value, timeout_s=job.timeout_s)
     if missing:
         what = f"{name_ranks(missing)} did not {action}."
-        raise error(what, where=job.where(step=step), why=why, fix=fix, step=step)
+        raise error(what, where=job.where(), why=why, fix=fix, step=current_step.step)
     return values
 
 
@@ -184,10 +184,11 @@ def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = Non
     if job.rank == 0:
         try:
             result = action()
+            text = json.dumps({"value": result})
         except BaseException as error:
             job.store.set(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
-        job.store.set(answer, json.dumps({"value": result}))
+        job.store.set(answer, text)
         return result
     return _await_answer(job, answer, timeout_s)  # type: ignore[no-any-return]
 

@@ -28,7 +28,7 @@ from paceline.job import current_step, store_exchange
 
 # Keys of the store.
 _FAILED = "failed"
-_READ = "read"
+_ENDED = "ended"
 _QUESTIONS = "questions"
 _PASSED = "passed"
 
@@ -37,18 +37,22 @@ _GRACE_S = 1.0  # before asking absent ranks, because most come within this time
 _ANSWER_S = 0.25  # interval at which the thread writes this rank's step while a rank asks
 _IDLE_S = 1.0  # interval at which the thread checks whether a rank asks
 _LATE_S = 5.0  # limits how late another rank may be for the same `break`
-_LINGER_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not read the mark
+_LINGER_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not ended
 
 _ENDED_A_JOB = "_paceline_ended_a_job"
 
+NO_STEP_LEFT = sys.maxsize  # `Peers.passed` of a rank that leaves the job
+
 
 class Peers:
-    """Messages between the ranks of a job, apart from collectives. One rank alone may call each method.
+    """Messages between the ranks of a job, apart from collectives.
 
-    A thread answers other ranks that ask how far this rank is, while the main thread may be in a collective.
+    A rank that waits for others learns which of them cannot come any more, so no call waits forever. A
+    thread answers other ranks that ask how far this rank is, while the main thread may be in a collective.
 
     Attributes:
-        passed: the last step of this rank's loop that is not in progress any more; 0 before the first.
+        passed: the last step of this rank's loop that is not in progress any more; 0 before the first;
+            `NO_STEP_LEFT` once this rank leaves the job.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -57,6 +61,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._loop = 0
+        self._place = ""  # where `_num_calls` were made
         self._num_calls = Counter[str]()
         self._posted: dict[str, str] = {}  # by call: the key of this rank in its newest exchange
         self._lingered = False
@@ -79,17 +84,17 @@ class Peers:
         mark = json.dumps({"rank": self._rank, "step": current_step.step, "text": text})
         try:
             self._store.compare_set(_FAILED, "", mark)
-            self._store.set(f"{_READ}/{self._rank}", "")
+            self._store.set(f"{_ENDED}/{self._rank}", "")
         except RuntimeError:
             return  # rank 0 has ended, and the store with it
 
     def linger(self) -> None:
-        """If the store ends with this process, wait a moment for ranks that have not read the mark."""
+        """If the store ends with this process, wait a moment for ranks that may still read the mark."""
         hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._rank != 0 or hosted_by_launcher or self._lingered:
             return
         self._lingered = True
-        keys = [f"{_READ}/{rank}" for rank in range(self._world_size)]
+        keys = [f"{_ENDED}/{rank}" for rank in range(self._world_size)]
         self._wait_for(keys, _LINGER_S)
 
     def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
@@ -119,6 +124,13 @@ class Peers:
         self.passed = 0  # before the number: the thread reads them in the opposite order
         self._loop += 1
         return self._loop
+
+    def end_step(self, step: int) -> None:
+        """Tell the ranks that ask that this rank has passed a step."""
+        goes_back = step <= self.passed  # another loop has run in the body of this step
+        self.passed = step
+        if goes_back:
+            self._loop += 1  # so that no later step has the number and the loop of an earlier one
 
     def leave_loop(self, step: int, *, updated: bool, timeout_s: float) -> None:
         """Wait until all ranks have left the loop after the same step.
@@ -152,15 +164,23 @@ class Peers:
         return self.passed < current_step.step
 
     def exchange_in_step(
-        self, call: str, value: Any, step: int, *, timeout_s: float
+        self, call: str, value: Any, *, timeout_s: float
     ) -> tuple[list[Any], dict[int, int]]:
-        """As `exchange`, in the current loop, for a call that all ranks make equally often.
+        """As `exchange`, for a call that all ranks make in the same step, or after the same one.
+
+        In a step, ranks that pass it without the call are missing; else ranks that leave the job.
 
         Args:
-            call: which call it is, such as "evaluate".
+            call: which call it is, such as "evaluate". It is counted within the step only: after an error
+                that some ranks have caught, the calls of the next step still belong together.
         """
+        place = f"{self._loop}/{self.passed}/{current_step.step}"
+        if place != self._place:
+            self._place = place
+            self._num_calls.clear()
         self._num_calls[call] += 1
-        name = f"{call}/{self._num_calls[call]}"
+        name = f"{call}/{place}/{self._num_calls[call]}"
+        step = current_step.step if self.is_in_step else NO_STEP_LEFT
         return self.exchange(name, value, step, loop=self._loop, timeout_s=timeout_s)
 
     def exchange(
@@ -172,7 +192,7 @@ class Peers:
         what this rank gave before: the store keeps one value of each call and rank.
 
         Args:
-            name: a name that is used once: the call, a slash, and a number that grows.
+            name: a name that is used once: the call, a slash, and what distinguishes it from earlier ones.
             value: anything that JSON can represent.
             step: ranks that pass this step of `loop` without giving a value are missing.
 

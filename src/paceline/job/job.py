@@ -200,6 +200,8 @@ class Job:
             while self._leave_actions:
                 self._leave_actions.popitem()[1]()
             self.settle()
+            if self.peers is not None:
+                self.peers.passed = failures.NO_STEP_LEFT
             if self.control is not None:
                 self._wait_for_all_ranks(self.control)
         except BaseException as error:

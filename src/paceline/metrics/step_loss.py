@@ -49,7 +49,6 @@ class StepLoss:
                 self._job,
                 "loss",
                 own,
-                self.step,
                 action=f"ask for the loss of step {self.step}",
                 why="`float(step.loss)` adds up what all ranks hold.",
                 fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",

@@ -74,6 +74,10 @@ class Replicas:
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0
 
+    def reset(self) -> None:
+        """Another state was loaded: earlier comparisons say nothing about it."""
+        self._equal_step = None
+
     def step_ended(self, step: int) -> None:
         """Compare if it is due after this step. All ranks call it.
 
@@ -82,8 +86,7 @@ class Replicas:
         """
         if self._is_off:
             return
-        # A first step, or an older state was loaded.
-        if self._equal_step is None or step <= self._equal_step:
+        if self._equal_step is None:
             self._equal_step, self._compared_at_s = step - 1, time.perf_counter()
             self._was_compared = False
             self._due = step - 1 + (self._every or _FIRST_STEPS)

@@ -25,7 +25,7 @@ from paceline.data.evaluation import (
 )
 from paceline.data.samples import Collate, rows_left
 from paceline.errors import EvaluationError
-from paceline.job import collectives, current_step
+from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -150,7 +150,6 @@ def evaluate(
             job,
             "evaluate",
             None,
-            current_step.step,
             action="call `evaluate` in this step",
             error=EvaluationError,
             why="each rank evaluates its share of the samples, and waits for the results of the others.",

@@ -23,7 +23,8 @@ class LoopState:
     place of `end`, if the loop is left early.
 
     This object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
-    `Peers.passed` and `current_step.step`. `Job.settle` and the end of the job reset `Job.left_loop`.
+    `Peers.passed` (until the job is left) and `current_step.step`. `Job.settle` and the end of the job reset
+    `Job.left_loop`.
 
     Attributes:
         step: The step in progress; None outside of a step.
@@ -49,7 +50,7 @@ class LoopState:
         """The next step was requested, so `step` is about to be committed."""
         self.step = None
         if self._job.peers is not None:
-            self._job.peers.passed = step.number
+            self._job.peers.end_step(step.number)
 
     def leave(self, finish: Callable[[], None]) -> None:
         """The loop was left early, in the step in progress.

@@ -373,6 +373,7 @@ class Training:
     def _load(self, saved: dict[str, Any]) -> None:
         self.number, self._start = self._state.load(saved)
         self._last = None
+        self._replicas.reset()
 
     def _refuse_in_step(self, what: str) -> None:
         if self._loop_state.step is not None:
@@ -440,7 +441,6 @@ class Training:
                 self.job,
                 "save",
                 None,
-                step.number,
                 action="call `training.save` in this step",
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
