@@ -590,7 +590,6 @@ class Step:
                 self._context.job,
                 "stop",
                 None,
-                self.number,
                 action="call `step.stop(now=True)` in this step",
                 why="with `now` no rank is told, so the others would train on.",
                 fix="call it on every rank, or call step.stop() on any rank.",
