@@ -102,10 +102,10 @@ def _call(
     if kind == "reduce_scatter_single":
         return [flat], dist.reduce_scatter_tensor(flat, wide, op, **options)
     if kind == "all_to_all":
-        if dist.get_backend(group) == "gloo" and torch.__version__ < "2.12":  # has no all_to_all
-            out = [torch.zeros_like(wide)]
-            work = dist.all_to_all_single(out[0], torch.cat([t.flatten() for t in many]), **options)
-            return [t.view_as(mine) for t in out[0].chunk(size)], work
+        if dist.get_backend(group) != "mpi4py" and torch.__version__ < "2.12":  # Gloo lacks it
+            given = torch.stack(many)
+            taken = torch.zeros_like(given)
+            return [*taken], dist.all_to_all_single(taken, given, **options)
         out = [torch.zeros_like(t) for t in many]
         return out, dist.all_to_all(out, many, **options)
     if kind == "all_to_all_single":
