@@ -121,10 +121,9 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
         return True, fault(
             what="the ranks' shards overlap in a later pass.",
             step=begin.steps_done + 1,
-            why="the order of a pass follows from something that a rank knows of its own samples only, such "
-            "as their losses, or from a random state that differs: some samples are trained on twice, and "
-            "others may never be.",
-            fix="make the order from values of all ranks (all_gather the losses), with the same seed.",
+            why="the ranks chose the samples of this pass in different ways, such as by the losses of their "
+            "own samples: some samples are trained on twice, and others may never be.",
+            fix="choose them alike on all ranks: from values of all ranks (all_gather), with the same seed.",
             evidence=f"{shared_later} of {read_later} samples of pass {begin.pass_number + 1} were read by "
             "more than one rank, and no sample twice by one process",
             effect=f"{shared_later / read_later:.0%} of the samples are seen by more than one rank",

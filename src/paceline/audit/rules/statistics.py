@@ -58,14 +58,7 @@ def different_untrained_models(case: Case) -> Judgement:
         }
         for log in case.ranks
     ]
-    # A training may use random weights, as an augmentation does: they differ at the first use already.
-    firsts = {model: (step, at, model) for step, at, model in sorted(set(each[0]), reverse=True)}
-    random = {
-        model
-        for model, first in firsts.items()
-        if not first[1]
-        and _difference([{first: own[first]} for own in each if first in own], _other_params)
-    }
+    random = _models_with_random_weights(each)
     each = [{use: e for use, e in own.items() if use[1] or use[2] not in random} for own in each]
     found = _difference(each, _other_params)
     if found is not None:
@@ -92,6 +85,19 @@ def different_untrained_models(case: Case) -> Judgement:
     if not all(each):
         return NoFault("all models that were used without gradient are trained.")
     return NoFault("models that were used and are not trained were equal on all ranks.")
+
+
+def _models_with_random_weights(each: list[dict[tuple[int, int, int], ForwardEnded]]) -> set[int]:
+    """Models whose weights differ at their first use in training, as those of a random augmentation do."""
+    firsts: dict[int, tuple[int, int, int]] = {}
+    for use in sorted(each[0]):
+        firsts.setdefault(use[2], use)
+    return {
+        model
+        for model, first in firsts.items()
+        if not first[1]
+        and _difference([{first: own[first]} for own in each if first in own], _other_params)
+    }
 
 
 def _since_training_began(log: RankLog) -> list[ForwardEnded]:
