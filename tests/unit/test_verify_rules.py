@@ -599,6 +599,20 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
     assert "'cuda'" in judged.why
 
 
+@pytest.mark.parametrize("seeds", [["t.py:3", ""], ["", "t.py:3"], []])
+def test_equal_masks_by_the_seed_of_a_library_are_a_note(seeds: list[str]) -> None:
+    ranks: list[list[Event]] = []
+    for _ in range(2):
+        forwards = _noisy(0, 0)
+        for event in forwards:
+            assert isinstance(event, ForwardEnded)
+            event.drew.append("torch")
+        ranks.append([*(SeedSet(at=at) for at in seeds), *forwards])
+    judged = same_noise(case(*ranks))
+    assert isinstance(judged, FaultFound)
+    assert judged.is_note == (seeds[-1:] == [""])
+
+
 def test_no_model_but_the_trained_one_was_evaluated() -> None:
     judged = different_untrained_models(case([], []))
     assert judged == NoFault("all models that were used without gradient are trained.")

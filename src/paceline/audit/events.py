@@ -57,7 +57,7 @@ class RankStarted(Event):
 
 
 class SeedSet(Event):
-    """`torch.manual_seed` was called."""
+    """`torch.manual_seed` was called; `at` is empty if a library called it."""
 
 
 class CompileCalled(Event):
@@ -249,7 +249,7 @@ class ForwardEnded(EventInStep):
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
     rows: list[int] | None = None  # the digest of each of its rows; None without a tensor
-    inputs: int | None = None  # the digest of all inputs, in the first forward of training
+    inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from

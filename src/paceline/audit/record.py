@@ -107,7 +107,7 @@ def user_line() -> str:
 
 
 def calling_line() -> str:
-    """For a handler of a tensor's method: the user's line that called the method; empty if a library did."""
+    """For a handler: the user's line that called the function; empty if a library did."""
     # The caller of `intercepted`, which called the handler.
     frame: FrameType | None = sys._getframe(3)
     if frame is not None and frame.f_code.co_name == "__format__":

@@ -122,7 +122,7 @@ class LoopHooks:
         if "rows" not in self._forward:  # torch gives keyword arguments to this hook only
             self._forward |= _samples(kwargs)
         if self._forward["trains"] and self._forwards == 1:
-            self._forward["inputs"] = digest([args, kwargs])
+            self._forward["inputs"] = _digest_of_inputs([args, kwargs])
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
@@ -138,7 +138,8 @@ class LoopHooks:
         return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        trains = torch.is_grad_enabled() and module.training
+        # Of the model itself: Lightning leaves its DDP in the mode of an evaluation.
+        trains = torch.is_grad_enabled() and inner_of(module).training
         self._progress.on_forward(trains=trains)
         number = self._models.on_call(module, trains=trains)
         wrapper = ddp_of(module)
@@ -392,6 +393,11 @@ def _samples(inputs: Any) -> dict[str, Any]:
     if not tensors:
         return {"samples": None}
     return {"samples": len(tensors[0]), "rows": digest_rows(tensors[0][:_MAX_ROWS])}
+
+
+def _digest_of_inputs(inputs: Any) -> int:
+    """The digest of the tensors with dimensions. A number may count the samples of all ranks."""
+    return digest([x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()])
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -36,7 +36,14 @@ from paceline.audit.events import (
 )
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import frames, intercept, is_user_code, line_of, user_line
+from paceline.audit.record import (
+    calling_line,
+    frames,
+    intercept,
+    is_user_code,
+    line_of,
+    user_line,
+)
 
 _SEED = 20_260
 
@@ -83,7 +90,7 @@ class ProcessHooks:
         self._recorder = progress.recorder
 
     def set_seed(self, seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._recorder.write(SeedSet())
+        self._recorder.write(SeedSet(at=calling_line()))
         return seed(*args, **kwargs)
 
     def compile_eagerly(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

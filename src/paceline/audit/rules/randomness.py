@@ -13,6 +13,7 @@ from paceline.audit.events import (
     PassBegun,
     PassCut,
     SamplesLoaded,
+    SeedSet,
 )
 from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -211,7 +212,10 @@ _NOISES: tuple[tuple[Callable[[ForwardEnded], Any], str, str, str], ...] = (
 
 
 def same_noise(case: Case) -> Judgement:
-    """Two ranks draw the same noise, such as dropout masks, in their forwards or before them."""
+    """Two ranks draw the same noise, such as dropout masks, in their forwards or before them.
+
+    Equal dropout masks are a note if a library seeds all ranks alike, as `set_seed` of transformers does.
+    """
     if not all(log.training_forwards for log in case.ranks):
         return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
@@ -247,9 +251,17 @@ def same_noise(case: Case) -> Judgement:
             fix=fix,
             evidence=f"it is equal in {len(same)} of {count} forwards",
             effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
+            is_note=noise not in (_state_at_batch, _inputs) and _seeded_by_library(one, same[0]),
         )
     figure = "draws no noise" if not is_drawn else "draws no equal noise on two ranks"
     return NoFault(f"the training {figure} from torch's global generators for its forwards.")
+
+
+def _seeded_by_library(log: RankLog, forward: ForwardEnded) -> bool:
+    """Whether the latest seed before a forward was set by a library, such as Accelerate's `set_seed`."""
+    before = log.events[: log.events.index(forward)]
+    seeds = [event for event in before if isinstance(event, SeedSet)]
+    return bool(seeds) and not seeds[-1].at
 
 
 def _batches_differ(one: RankLog, other: RankLog) -> bool:
