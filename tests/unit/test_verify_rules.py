@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
-from paceline.audit import evidence, record_data, replay
+from paceline.audit import audit, evidence, record_data, replay
 from paceline.audit.audit import judge
 from paceline.audit.digests import digest, exact_parts, numbers_drawn
 from paceline.audit.events import (
@@ -47,14 +50,15 @@ from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
+from paceline.audit.record_collectives import CollectiveHooks
 from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
 from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
-from paceline.audit.rules.randomness import same_noise
-from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
+from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
+from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
@@ -98,6 +102,7 @@ def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: 
     else:
         assert isinstance(judged, FaultFound)
         assert message in judged.what
+        assert judged.is_note == ("idle" in message)
 
 
 def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
@@ -405,7 +410,7 @@ def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
     assert isinstance(judged, found)
-    assert not isinstance(judged, NotJudged) or judged.differs
+    assert not isinstance(judged, NotJudged) or judged.is_open
 
 
 def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
@@ -618,6 +623,77 @@ def test_no_model_but_the_trained_one_was_evaluated() -> None:
     assert judged == NoFault("all models that were used without gradient are trained.")
 
 
+FEATURES = replace(call("all_gather", 3), shape=[4, 8])
+
+
+@pytest.mark.parametrize(
+    ("events", "gathers"),
+    [
+        ([BatchGiven(loader="a"), ForwardBegun(), ForwardEnded(), FEATURES], True),
+        ([BatchGiven(loader="a"), FEATURES, ForwardBegun(), ForwardEnded()], False),
+        ([ForwardBegun(), ForwardEnded(), FEATURES], True),  # without a loader
+        (
+            [ForwardBegun(), FEATURES, BatchGiven(loader="a"), ForwardBegun()],
+            False,
+        ),  # an evaluation
+    ],
+)
+def test_a_gather_for_the_loss_is_of_its_batch(events: list[Event], gathers: bool) -> None:
+    log = RankLog(0, [*events, BackwardBegun(at="t.py:1"), FEATURES], [])
+    assert (log.gather_for_loss is not None) == gathers
+
+
+def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
+    exchange = [call("all_to_all_single", 3), CollectiveEnded()]
+    ddp, backward = DDPBuilt(ranks=2), BackwardBegun(at="t.py:4")
+    assert case(*[[ddp, *exchange, backward]] * 2).splits_model
+    assert not case(*[[ddp, backward, *exchange]] * 2).splits_model
+
+
+@pytest.mark.parametrize("of_library", [True, False])
+def test_a_stream_of_a_library_with_one_order_is_a_note(of_library: bool) -> None:
+    stream = LoaderSeen(loader="a", iterable=True, takes_epoch=True, of_library=of_library)
+    events: list[Event] = [stream]
+    for number in range(2):
+        events.append(PassBegun(loader="a", pass_number=number))
+        for content in range(3):
+            events.append(BatchGiven(loader="a", pass_number=number, content=content))
+            events.append(BackwardBegun(at="t.py:2"))
+    judged = same_order_each_epoch(case(events, events))
+    assert isinstance(judged, FaultFound)
+    assert judged.is_note == of_library
+
+
+def test_a_script_is_not_sound_if_a_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "RULES", (Rule("broken", lambda case: cast(NoFault, 1 / 0)),))
+    judged = judge(case([], []))["broken"]
+    assert isinstance(judged, NotJudged)
+    assert judged.is_open
+    assert "a bug of paceline: ZeroDivisionError" in judged.why
+
+
+def test_collectives_of_other_threads_are_not_recorded() -> None:
+    recorded: list[Event] = []
+
+    class Log:
+        @contextmanager
+        def span(self, begun: Event, ended: type[Event]) -> Iterator[dict[str, Any]]:
+            recorded.append(begun)
+            yield {}
+
+    progress = cast(Progress, SimpleNamespace(recorder=Log(), evaluation=None, steps=0))
+    hooks = CollectiveHooks(progress)
+
+    def barrier() -> None: ...
+
+    thread = threading.Thread(target=hooks.collective, args=[barrier])
+    thread.start()
+    thread.join()
+    assert recorded == []
+    hooks.collective(barrier)
+    assert len(recorded) == 1
+
+
 def test_outliers() -> None:
     assert outliers(["a", "a", "b"]) == [2]
     assert outliers(["b", "a", "a"]) == [0]
@@ -731,7 +807,7 @@ def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
         runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
     judged = fast_schedule(Case(runs[0], runs[1]))
     assert isinstance(judged, NotJudged)
-    assert judged.differs
+    assert judged.is_open
 
 
 def test_without_private_names_of_torch_loaders_still_work(

@@ -151,7 +151,8 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     except Exception as error:
         # A bug of one rule must neither be reported as a fault nor hide the other judgements.
         return NotJudged(
-            f"this rule failed on the evidence, which is a bug of paceline: {error!r}."
+            f"this rule failed on the evidence, which is a bug of paceline: {error!r}.",
+            is_open=True,
         )
 
 

@@ -165,6 +165,7 @@ class LoaderSeen(Event):
     batch_size: int | None = None
     iterable: bool = False
     dataset: str = ""  # the name of its type
+    of_library: bool = False  # whether that type is not of the script
     split: int | None = None  # the digest of the indices of a subset
     samples: int | None = None  # the length of the dataset; None if unknown
     root_samples: int | None = None  # the same of the dataset behind all subsets

@@ -194,9 +194,22 @@ class RankLog:
         )
 
     @property
+    def exchanges_parts(self) -> bool:
+        """Whether the ranks divide a table or experts: they exchange parts before the first backward."""
+        calls = (event for event in self.before_backward if isinstance(event, CollectiveBegun))
+        return any(call.op.startswith("all_to_all") for call in calls)
+
+    @property
     def gather_for_loss(self) -> CollectiveBegun | None:
-        """The first gather of features for the loss of the first step: it comes before the first backward."""
-        for event in dropwhile(lambda e: not isinstance(e, ForwardBegun), self.before_backward):
+        """The first gather of features for the loss of the first step.
+
+        It comes after a forward on the batch of that step, and before the first backward.
+        """
+        of_batch = takewhile(
+            lambda e: not isinstance(e, BatchGiven), reversed(self.before_backward)
+        )
+        after = dropwhile(lambda e: not isinstance(e, ForwardBegun), reversed(list(of_batch)))
+        for event in after:
             if isinstance(event, CollectiveBegun) and "gather" in event.op and len(event.shape) > 1:
                 return event
         return None

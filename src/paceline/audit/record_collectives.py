@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ class CollectiveHooks:
         self._nesting = Nesting()
 
     def collective(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            # Such as that of an asynchronous save: it has no fixed place among the events of the loop.
+            return call(*args, **kwargs)
         with self._nesting as is_outermost:
             if not is_outermost:
                 return call(*args, **kwargs)

@@ -30,6 +30,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, intercept_private, user_line
+from paceline.watch.stacks import is_script
 
 _PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
@@ -219,6 +220,7 @@ class DataHooks:
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             iterable=iterable,
             dataset=type(dataset).__name__,
+            of_library=not _is_of_script(type(dataset)),
             split=digest(list(dataset.indices)) if isinstance(dataset, Subset) else None,
             samples=None if sized is None else len(sized),
             root_samples=None if sized is None else len(_root(sized)[0]),
@@ -285,6 +287,12 @@ def _is_in_loop(frame: FrameType) -> bool:
     """Whether the next item is asked for by a loop, which handles StopIteration."""
     instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return instruction.startswith(("FOR_ITER", "YIELD", "SEND"))
+
+
+def _is_of_script(kind: type) -> bool:
+    """Whether a type is defined in the script or in another file of the user."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or is_script(file)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:

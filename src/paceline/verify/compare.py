@@ -33,19 +33,20 @@ _RTOL = 1e-3
 # more: a loss near zero has a large relative rounding error.
 _FLOOR = 1e-3
 _MAX_IDS = 5
+_BEFORE = "what was compared before was equal"
 _WHY = {
     "samples": "the ranks together did not get the samples of one process; in all earlier steps they did.",
     "weights at the start": "the model is built or loaded in a way that depends on the number of processes.",
-    "loss": "the samples were equal. The data, the loss or an earlier update depends on the rank or on the "
-    "number of processes.",
-    "gradient norm": "the samples and losses were equal: its reduction, or a change after it, "
-    "depends on the number of processes.",
-    "gradient": "the samples and losses were equal: its reduction, or a change after it, "
-    "depends on the number of processes.",
-    "parameter": "samples, losses and gradients were equal: the optimizer step, or a change outside of it, "
-    "depends on the number of processes.",
-    "buffer": "samples, losses and weights were equal: the buffer is computed from one rank's samples.",
-    "evaluation": "everything before was equal: the score depends on the rank or on the number of processes.",
+    "loss": f"{_BEFORE}. The data, the loss or an earlier update depends on the rank or on the number of "
+    "processes.",
+    **dict.fromkeys(
+        ("gradient norm", "gradient"),
+        f"{_BEFORE}: its reduction, or a change after it, depends on the number of processes.",
+    ),
+    "parameter": f"{_BEFORE}: the optimizer step, or a change outside of it, depends on the number of "
+    "processes.",
+    "buffer": f"{_BEFORE}: the buffer is computed from one rank's samples.",
+    "evaluation": f"{_BEFORE}: the score depends on the rank or on the number of processes.",
     "samples of an evaluation": "the evaluated data depends on the number of processes.",
     "parameter of ranks": "all ranks of one run must hold bitwise equal weights: a change outside of the "
     "reduced gradients was made on one rank.",

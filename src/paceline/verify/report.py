@@ -111,15 +111,13 @@ def report_audits(audits: Sequence[AuditResult], notes: Sequence[str]) -> Verify
     small = {name for each in audits for name in each.notes}
     open_questions = [judged for each in audits for judged in each.of(NotJudged).items()]
     not_judged = {name for name, _ in open_questions}
-    unexplained = {name for name, why in open_questions if why.differs}
+    unexplained = {name for name, why in open_questions if why.is_open}
     if faults:
         code = ExitCode.FAILED
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
     elif unexplained:
         code = ExitCode.NOT_JUDGED
-        last = (
-            f"not judged: a difference that may be right or wrong: {', '.join(sorted(unexplained))}"
-        )
+        last = f"not judged: may be right or wrong: {', '.join(sorted(unexplained))}"
     else:
         code = ExitCode.OK
         last = "sound: no fault found"

@@ -40,6 +40,7 @@ def shared_device(case: Case) -> Judgement:
             fix='model.to(torch.device("cuda", int(os.environ["LOCAL_RANK"]))).',
             evidence="all parameters are on the CPU",
             effect=f"{gpus} of {gpus} GPUs are not used",
+            is_note=True,  # the result is right, and a small model may be faster without them
         )
     else:
         cores = [event.cores for event in forwards]

@@ -208,7 +208,7 @@ def misordered_gather(case: Case) -> Judgement:
             return NotJudged(
                 f"{result.at} reads {result.solo:.6g} on one process and {result.value:.6g} on "
                 f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
-                differs=True,
+                is_open=True,
             )
         return FaultFound(
             what="a metric of gathered predictions depends on the number of processes.",

@@ -109,7 +109,7 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
     for factor in (count, 1 / count):
         if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
             return _scale_fault(case, factor > 1, figure)
-    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", differs=True)
+    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", is_open=True)
 
 
 def _wrong_multiple(

@@ -93,6 +93,8 @@ def _same_epoch(
         "loader.",
         evidence=f"{passes} gave the same samples in the same order",
         effect="100 % of the pass is a repetition of the order before",
+        # Such a stream has `set_epoch` even if it is not shuffled, as one of Hugging Face's datasets.
+        is_note=loader.iterable and loader.of_library,
     )
 
 

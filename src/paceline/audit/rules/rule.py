@@ -77,7 +77,7 @@ class Case:
         groups = [event.ranks for event in log.of(DDPBuilt)]
         layouts = {event.layout for event in log.of(ModelSeen)}
         if groups or "data" in layouts:
-            return any(ranks != self.world_size for ranks in groups)
+            return any(ranks != self.world_size for ranks in groups) or log.exchanges_parts
         return "parts" in layouts or log.exchanges_activations
 
     @property
@@ -126,8 +126,9 @@ class NotJudged:
     """The rule could not judge the script."""
 
     why: str
-    # Whether the rule saw a difference between the runs, and does not know whether it is a fault.
-    differs: bool = False
+    # Whether the script cannot be called sound for this reason: the rule saw a difference between the runs
+    # and does not know whether it is a fault, or the rule itself failed.
+    is_open: bool = False
 
 
 Judgement = FaultFound | NoFault | NotJudged

@@ -87,7 +87,7 @@ def fast_schedule(case: Case) -> Judgement:
                 f"the learning rate is between that of one process and {count} times it."
             )
         if not has_more_calls:
-            return NotJudged(f"{figure}.", differs=True)
+            return NotJudged(f"{figure}.", is_open=True)
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
     if has_more_calls:

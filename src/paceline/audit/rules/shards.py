@@ -32,7 +32,7 @@ def whole_dataset(case: Case) -> Judgement:
         return NotJudged(
             "each rank trained alone on the same samples: the reduction of the gradients was forgotten, or "
             "all ranks prepare something alike, such as a teacher. To watch what follows, give more --steps.",
-            differs=True,
+            is_open=True,
         )
     return judgement
 

@@ -139,7 +139,7 @@ def changed_outside(case: Case) -> Judgement:
             return NotJudged(
                 "the ranks start with different weights and exchange no gradients: each may train a model of "
                 "its own, or the reduction was forgotten.",
-                differs=True,
+                is_open=True,
             )
         return mismatch.fault(
             what="the ranks start with different weights.",
