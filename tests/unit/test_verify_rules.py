@@ -377,20 +377,34 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "whose"), [(1, "the gradient"), (2, "the first optimizer's gradient")]
+    ("sizes", "found", "whose"),
+    [
+        ([1.0], NoFault, "the gradient"),
+        ([1.0, 1.0], NoFault, "the gradient of optimizer 1"),
+        ([1.0, 1.3], NoFault, "the gradient of optimizer 1"),  # it may depend on random numbers
+        ([2.0, 1.0], FaultFound, "the gradient of optimizer 1"),
+        ([1.0, 2.0], FaultFound, "the gradient of optimizer 2"),
+    ],
 )
-def test_the_gradient_that_was_compared_is_named(
-    tmp_path: Path, optimizers: int, whose: str
+def test_the_gradient_of_each_optimizer_is_compared(
+    tmp_path: Path, sizes: list[float], found: type, whose: str
 ) -> None:
     step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[0.1], base=0.0, grads={})
     first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
-    events = [first, BackwardBegun(at="t.py:1"), *[step] * optimizers]
-    torch.save({"w": torch.ones(3)}, tmp_path / "gradients.pt")
-    runs = [run(mode, *[events] * count) for mode, count in (("solo", 1), ("mirrored", 2))]
-    solo, mirrored = (replace(each, plan=replace(each.plan, folder=tmp_path)) for each in runs)
-    judged = scaled_gradient(Case(solo, mirrored, mirrored))
-    assert isinstance(judged, NoFault)
-    assert judged.evidence.startswith(f"{whose} of step 1 was 1 times that of one process")
+    events = [first, BackwardBegun(at="t.py:1"), *[step] * len(sizes)]
+    runs = []
+    for mode, count in (("solo", 1), ("mirrored", 2)):
+        (tmp_path / mode).mkdir()
+        for number, size in enumerate(sizes):
+            gradients = {"w": torch.ones(3) * (size if mode == "mirrored" else 1.0)}
+            torch.save(gradients, tmp_path / mode / f"gradients-{number}.pt")
+        made = run(mode, *[events] * count)
+        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
+    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
+    assert isinstance(judged, found)
+    assert isinstance(judged, NoFault | FaultFound)
+    ratio = "2" if found is FaultFound else "1"
+    assert judged.evidence.startswith(f"{whose} of step 1 was {ratio} times that of one process")
 
 
 @pytest.mark.parametrize(
@@ -405,7 +419,7 @@ def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
     runs = []
     for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
         (tmp_path / mode).mkdir()
-        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients.pt")
+        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients-0.pt")
         made = run(mode, *[events] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
@@ -421,7 +435,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
         for rank, events in enumerate(ranks)
     ]
     ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
-    torch.save({"w": torch.ones(9)}, tmp_path / "gradients.pt")
+    torch.save({"w": torch.ones(9)}, tmp_path / "gradients-0.pt")
     for rank in range(2):  # shards of unequal sizes
         torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}.pt")
     assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
@@ -429,7 +443,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
         torch.save(own, tmp_path / f"local-{rank}.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
-        torch.save({"w": total}, tmp_path / "gradients.pt")
+        torch.save({"w": total}, tmp_path / "gradients-0.pt")
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
 
 

@@ -363,9 +363,13 @@ class Run:
             return "the run of 1 process"
         return f"the {self.plan.mode} run of {self.plan.world_size} processes"
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of step 1 that rank 0's first optimizer got, flat, float64, by name."""
-        return self._saved("gradients")
+    def gradients(self, optimizer: int = 0) -> dict[str, torch.Tensor]:
+        """The gradients of step 1 that an optimizer of rank 0 got, flat, float64, by name.
+
+        Args:
+            optimizer: 0 for the one that stepped first.
+        """
+        return self._saved(f"gradients-{optimizer}")
 
     def local_gradients(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's gradients of step 1 before the script reduced them, flat, float64, by name."""

@@ -102,6 +102,7 @@ class LoopHooks:
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._unscaled: set[int] = set()  # optimizers, since the scaler's last update
         self._building_schedule = Nesting()
@@ -268,9 +269,10 @@ class LoopHooks:
             for p in owned_parameters(optimizer)
             if p.grad is not None
         }
+        step = self._progress.step_number(optimizer)
         self._recorder.write(
             OptimizerStepBegun(
-                step=self._progress.step_number(optimizer),
+                step=step,
                 at=user_line(),
                 # Some optimizers choose the rate themselves.
                 lrs=[float(group.get("lr") or 0.0) for group in optimizer.param_groups],
@@ -280,10 +282,10 @@ class LoopHooks:
                 state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
             )
         )
-        path = self._progress.plan.folder / "gradients.pt"
-        # The first optimizer's; one inside another one has a part of the same gradients.
-        if self._progress.rank == 0 and not path.exists():
+        if self._progress.rank == 0 and step == 1:
+            path = self._progress.plan.folder / f"gradients-{self._first_steps}.pt"
             torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
+            self._first_steps += 1
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}

@@ -47,7 +47,23 @@ def scaled_gradient(case: Case) -> Judgement:
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_weight(case, why)
-    one, other = case.solo.gradients(), run.gradients()
+    judgement = _judge_optimizer(case, run, 0)
+    for number in range(1, len(case.solo.ranks[0].optimizer_steps(1))):
+        if isinstance(judgement, FaultFound):
+            break
+        # Its gradient may depend on random numbers since the first forward, so only a clear factor counts.
+        other = _judge_optimizer(case, run, number)
+        judgement = other if isinstance(other, FaultFound) else judgement
+    return judgement
+
+
+def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
+    """Compare the gradients of step 1 that an optimizer got with those in the run of one process.
+
+    Args:
+        number: 0 for the optimizer that stepped first.
+    """
+    one, other = case.solo.gradients(number), run.gradients(number)
     vectors = _flat(one), _flat(other)
     size, other_size = (float(each.norm()) for each in vectors)
     if one.keys() != other.keys() or not size or not other_size:
@@ -59,7 +75,7 @@ def scaled_gradient(case: Case) -> Judgement:
         size, other_size = norms  # clipping gives both the same norm
     ratio = other_size / size
     optimizers = len(case.solo.ranks[0].optimizer_steps(1))
-    whose = "the gradient" if optimizers < 2 else "the first optimizer's gradient"
+    whose = "the gradient" if optimizers < 2 else f"the gradient of optimizer {number + 1}"
     figure = f"{whose} of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
     if isinstance(judgement, FaultFound):
@@ -77,7 +93,7 @@ def scaled_gradient(case: Case) -> Judgement:
         can_tell = clips[1] is None and not any(gathers)
         return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
     is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
-    if is_equal or gather is None or depends_on_parts:
+    if is_equal or gather is None or depends_on_parts or number:
         return judgement
     figure += f", and the cosine between both {cosine:.3f}"
     return FaultFound(
