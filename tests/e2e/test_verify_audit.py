@@ -133,6 +133,20 @@ def test_a_metric_of_one_rank_is_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_loss_with_a_state_of_the_rank_is_a_note(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (TESTS / "sound" / "82_centre.py").read_text()
+    reductions = "        dist.all_reduce(total)\n        dist.all_reduce(count)\n"
+    assert reductions in text
+    script.write_text(text.replace(reductions, ""))
+    code, facts = audit(script, "1,2", tmp_path)
+    (note,) = facts["audits"][0]["notes"]
+    assert note["rule"] == "loss depends on the rank"
+    assert note["step"] == 9
+    assert code == 0
+
+
+@pytest.mark.slow
 def test_a_perplexity_that_is_averaged_over_ranks_is_a_note(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = (TESTS / "sound" / "70_plateau.py").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -655,6 +656,31 @@ FEATURES = replace(call("all_gather", 3), shape=[4, 8])
 def test_a_gather_for_the_loss_is_of_its_batch(events: list[Event], gathers: bool) -> None:
     log = RankLog(0, [*events, BackwardBegun(at="t.py:1"), FEATURES], [])
     assert (log.gather_for_loss is not None) == gathers
+
+
+@pytest.mark.parametrize(
+    ("losses", "inputs", "found"),
+    [
+        ((1.0, 1.0), (5, 5), NotJudged),
+        ((1.0, 1.001), (5, 5), FaultFound),
+        ((1.0, 1.001), (5, 6), NotJudged),
+        ((1.0, math.nan), (5, 5), NotJudged),
+    ],
+)
+def test_a_loss_of_a_batch_that_the_ranks_share(losses: Any, inputs: Any, found: type) -> None:
+    ranks: list[list[Event]] = [
+        [
+            BackwardBegun(at="t.py:4", loss=float(rank)),
+            ForwardEnded(trains=True, shared=True, inputs=inputs[rank], params={"w": 1}),
+            BackwardBegun(at="t.py:5", steps_done=8, loss=losses[rank]),
+        ]
+        for rank in range(2)
+    ]
+    judged = loss_of_rank(case(*ranks))
+    assert isinstance(judged, found)
+    if isinstance(judged, FaultFound):
+        assert judged.is_note
+        assert (judged.at, judged.step) == ("t.py:5", 9)
 
 
 def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:

@@ -250,7 +250,9 @@ class ForwardEnded(EventInStep):
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
     rows: list[int] | None = None  # the digest of each of its rows; None without a tensor
-    inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
+    # The digest of all tensors in it, in the first forward of training and if `shared`.
+    inputs: int | None = None
+    shared: bool = False  # whether the rank was given the batch of rank 0; see `SharedBatch`
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from

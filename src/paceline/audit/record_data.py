@@ -113,6 +113,13 @@ class DataHooks:
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
             replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
 
+    def batch_for_rank(self, of: _RecordedPass, batch: Any) -> Any:
+        """The batch, or that of rank 0 in its place."""
+        if of.seen.loader not in self._progress.training_loaders:
+            return batch
+        name = f"{of.seen.loader}-{of.number}-{of.num_batches}"
+        return self._progress.shared_batch.in_place_of(batch, name, self._progress.steps)
+
     def end_of(self, of: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
         """How to end a pass before its next batch; None to go on.
 
@@ -274,7 +281,7 @@ class _RecordedPass:
         indices = getattr(self._batches, "_paceline_indices", None)
         self._hooks.record_batch(self, indices.popleft() if indices else None, batch)
         self.num_batches += 1
-        return batch
+        return self._hooks.batch_for_rank(self, batch)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -122,7 +122,8 @@ class LoopHooks:
             return
         if "rows" not in self._forward:  # torch gives keyword arguments to this hook only
             self._forward |= _samples(kwargs)
-        if self._forward["trains"] and self._forwards == 1:
+        self._forward["shared"] = self._progress.shared_batch.is_given
+        if self._forward["trains"] and (self._forwards == 1 or self._forward["shared"]):
             self._forward["inputs"] = _digest_of_inputs([args, kwargs])
         self._root = None
         self._pause.close()

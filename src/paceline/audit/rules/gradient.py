@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, dropwhile, takewhile
 
 import torch
@@ -16,6 +16,7 @@ from paceline.audit.events import (
     CollectiveEnded,
     CommHookSet,
     DDPBuilt,
+    ForwardEnded,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -31,8 +32,8 @@ _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
-# Losses of one batch that differ by less differ by rounding.
-_SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
+# Losses of one batch that differ by less are no fault, and no note: they differ by rounding.
+_SAME_LOSS, _EQUAL_LOSS, _ZERO_LOSS = 1e-3, 1e-5, 1e-6
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
@@ -274,14 +275,20 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
 
 def loss_of_rank(case: Case) -> Judgement:
     """The ranks compute different losses from the same batch with the same weights."""
+    judgement = _loss_of_first_batch(case)
+    if isinstance(judgement, FaultFound):
+        return judgement
+    return _loss_of_shared_batch(case) or judgement
+
+
+def _loss_of_first_batch(case: Case) -> Judgement:
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
         return NotJudged(
             case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
         )
-    backwards = [log.first(BackwardBegun) or BackwardBegun() for log in run.ranks]
-    losses = [event.loss for event in backwards if event.loss is not None]
-    if len(losses) < len(backwards) or not all(map(math.isfinite, losses)):
+    losses = [(log.first(BackwardBegun) or BackwardBegun()).loss for log in run.ranks]
+    if not _are_finite(losses):
         return NotJudged("the loss of step 1 is not one finite number.")
     firsts = [log.first_forward for log in run.ranks]
     if any(event.draws for event in firsts):
@@ -289,20 +296,74 @@ def loss_of_rank(case: Case) -> Judgement:
     begins = [(event.params, event.inputs, event.rows, event.random) for event in firsts]
     if any(own != begins[0] for own in begins):
         return NotJudged("the ranks began step 1 with different weights, inputs or random states.")
-    if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
+    if _are_close(losses, _SAME_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
-    return FaultFound(
-        what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
-        "ones.",
-        at=backwards[0].at,
-        step=1,
+    return _loss_fault(
+        run.ranks[0].first(BackwardBegun) or BackwardBegun(),
+        losses,
         why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "
         "computed from one rank's part of the data.",
         fix="compute what the loss contains from the whole dataset, or alike on all ranks.",
-        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in losses)}",
-        effect=f"the losses differ by {abs(max(losses) / min(losses) - 1):.2%}"
-        if min(losses)
-        else f"the losses differ by {max(losses):.3g}",
+    )
+
+
+def _loss_of_shared_batch(case: Case) -> FaultFound | None:
+    """After some steps with their own samples, the ranks compute different losses from one batch."""
+    each = [_shared_batch(log) for log in case.ranks]
+    begins = [[(e.model, e.params, e.inputs, e.random) for e in forwards] for forwards, _ in each]
+    backwards = [backward for _, backward in each if backward is not None]
+    losses = [event.loss for event in backwards]
+    is_same = bool(begins[0]) and all(own == begins[0] for own in begins)
+    if not is_same or len(backwards) < len(each) or not _are_finite(losses):
+        return None
+    if _are_close(losses, _EQUAL_LOSS):
+        return None
+    fault = _loss_fault(
+        backwards[0],
+        losses,
+        why="the loss uses a state that each rank has built from its own samples, such as a running centre, "
+        "scale or queue. The mean over the ranks is then not the gradient of one loss.",
+        fix="reduce or gather what the state is updated with, so that it stays equal on all ranks.",
+    )
+    return replace(fault, is_note=True)  # it may be a choice
+
+
+def _shared_batch(log: RankLog) -> tuple[list[ForwardEnded], BackwardBegun | None]:
+    """The forwards of the batch that all ranks share, and the first backward after them."""
+    forwards: list[ForwardEnded] = []
+    for event in log.events:
+        if isinstance(event, ForwardEnded) and event.shared:
+            forwards.append(event)
+        elif isinstance(event, BackwardBegun) and forwards:
+            return forwards, event
+    return forwards, None
+
+
+def _are_finite(losses: Sequence[float | None]) -> bool:
+    return all(loss is not None and math.isfinite(loss) for loss in losses)
+
+
+def _are_close(losses: Sequence[float | None], rel_tol: float) -> bool:
+    known = [loss for loss in losses if loss is not None]
+    return math.isclose(min(known), max(known), rel_tol=rel_tol, abs_tol=_ZERO_LOSS)
+
+
+def _loss_fault(
+    backward: BackwardBegun, losses: Sequence[float | None], *, why: str, fix: str
+) -> FaultFound:
+    known = [loss for loss in losses if loss is not None]
+    least, most = min(known), max(known)
+    return FaultFound(
+        what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
+        "ones.",
+        at=backward.at,
+        step=backward.steps_done + 1,
+        why=why,
+        fix=fix,
+        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in known)}",
+        effect=f"the losses differ by {abs(most / least - 1):.2%}"
+        if least
+        else f"the losses differ by {most:.3g}",
     )
 
 
