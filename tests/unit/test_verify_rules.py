@@ -910,23 +910,22 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("mode", "max_steps", "cpu_s_of_step", "steps"),
+    ("mode", "planned", "max_steps", "cpu_s_of_step", "steps"),
     [
-        ("solo", 0, 0.0, 20),  # with --steps 20
-        ("solo", 200, 0.005, 200),  # fast: the limit
-        ("solo", 200, 0.0625, 27),  # those that begin in 1 s after the first step, and 10 more
-        ("solo", 200, 1.0, 20),
-        ("ordinary", 31, 1.0, 31),  # as many as the solo run, however long it takes
-        ("ordinary", 12, 1.0, 20),
+        ("solo", 20, 0, 0.0, 20),  # with --steps 20
+        ("solo", 20, 200, 0.005, 200),  # fast: the limit
+        ("solo", 20, 200, 0.0625, 27),  # those that begin in 1 s after the first step, and 10 more
+        ("solo", 20, 200, 1.0, 20),
+        ("ordinary", 31, 0, 1.0, 31),  # as many as the solo run, however long it takes
     ],
 )
 def test_fast_scripts_are_watched_longer(
-    mode: Any, max_steps: int, cpu_s_of_step: float, steps: int,
+    mode: Any, planned: int, max_steps: int, cpu_s_of_step: float, steps: int,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
     cpu_s = 0.0
     monkeypatch.setattr("paceline.audit.progress.time.process_time", lambda: cpu_s)
-    plan = RunPlan(tmp_path, mode, 1, 20, max_steps=max_steps)
+    plan = RunPlan(tmp_path, mode, 1, planned, max_steps=max_steps)
     progress = Progress(plan, cast(Any, SimpleNamespace()), 0)
     optimizer = object()
     while not progress.is_over:

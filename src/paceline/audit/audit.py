@@ -68,9 +68,10 @@ def audit(
     """
     end = solo.ranks[0].first(RankEnded)
     wanted = None if end is None else end.wanted
-    steps = solo.steps if wanted is None else min(solo.steps, wanted)
+    taken = solo.steps if wanted is None else min(solo.steps, wanted)
+    steps = max(solo.plan.steps, taken)
     cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
-    plan = replace(solo.plan, world_size=world_size, max_steps=steps, cut_at=cut_at)
+    plan = replace(solo.plan, world_size=world_size, steps=steps, max_steps=0, cut_at=cut_at)
 
     def run(mode: Mode) -> Run:
         source = None if mode == "ordinary" else solo.plan.folder
@@ -100,13 +101,13 @@ def audit(
 
 def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
     """The replay; None and the reason if it did not train as the ordinary run."""
-    wanted = replay.plan.wanted
+    planned = replay.plan.steps
     did_not_end = replay.hung or replay.out_of_time
-    if did_not_end or (replay.returncode and replay.steps < wanted):
+    if did_not_end or (replay.returncode and replay.steps < planned):
         if did_not_end:
             return None, f"{replay.name} did not end in time."
         return None, f"{replay.name} failed: the script cannot train on the batches of one process."
-    if replay.steps < min(ordinary.steps, wanted):
+    if replay.steps < min(ordinary.steps, planned):
         return None, (
             f"{replay.name} took fewer steps than the ordinary one: the script plans its steps itself."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 Digests = dict[str, int]  # by the name of a tensor
 
@@ -366,7 +366,13 @@ class WeightsChanged(EventInStep):
 
 # Scripts that use paceline
 
-Summary = list[Any]  # of a tensor: digest, norm, sum
+
+class Summary(NamedTuple):
+    """What is recorded of a tensor."""
+
+    digest: int
+    norm: float
+    sum: float
 
 
 class TrainingBuilt(Event):
@@ -395,6 +401,13 @@ class WeightsAt(PointEvent):
     training: int = 0
     step: int = 0
     params: dict[str, Summary] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in {"params", "buffers", "grads"} & vars(
+            self
+        ).keys():  # lists, if they come from JSON
+            summaries = {key: Summary(*each) for key, each in vars(self)[name].items()}
+            object.__setattr__(self, name, summaries)
 
 
 class TrainingStarted(WeightsAt):

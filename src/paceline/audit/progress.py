@@ -58,7 +58,7 @@ class Progress:
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
-        self.wanted = plan.wanted
+        self.wanted = plan.steps
         self._alone = 0  # the steps before the first DDP, which rank 0 may take alone
         self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluation: int | None = None

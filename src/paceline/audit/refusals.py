@@ -66,7 +66,7 @@ def refuse(run: Run) -> None:
             fix="give it more time with --timeout, or fewer steps with --steps.",
         )
     # After the wanted steps the loaders are empty, which may make the script fail.
-    unfinished = [log for log in run.ranks if log.steps < run.plan.wanted]
+    unfinished = [log for log in run.ranks if log.steps < run.plan.steps]
     if any(log.first(EndedByVerify) for log in run.ranks):
         return  # verification ended a rank, and ranks that update less often may have failed for that
     failed = [log for log in unfinished if log.first(Failed)]
@@ -78,7 +78,7 @@ def refuse(run: Run) -> None:
         if not log.ended:
             raise _refused(
                 run,
-                f"rank {log.rank} ended after {log.steps} of {run.plan.wanted} steps without an error: "
+                f"rank {log.rank} ended after {log.steps} of {run.plan.steps} steps without an error: "
                 "os._exit(), or an exit in native code.",
             )
 
@@ -91,7 +91,7 @@ def refuse_early_exit(run: Run) -> None:
     """
     for log in run.ranks:
         exit_ = log.first(ExitCalled)
-        if exit_ is None or log.steps >= run.plan.wanted:
+        if exit_ is None or log.steps >= run.plan.steps:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
@@ -107,7 +107,7 @@ def refuse_early_exit(run: Run) -> None:
             raise _refused(
                 run,
                 f"{'every rank' if everywhere else f'rank {log.rank}'} exits after {log.steps} of "
-                f"{run.plan.wanted} steps, in {run.name}.",
+                f"{run.plan.steps} steps, in {run.name}.",
                 where=exit_.at,
                 why="sys.exit() was called during the training.",
                 fix=f"{fix}, or use --steps {log.steps}." if log.steps else f"{fix}.",
@@ -124,9 +124,9 @@ def refuse_other_steps(case: Case) -> None:
     """
     if case.updates_apart:
         return
-    wanted = case.ordinary.plan.wanted  # a loader that is built later may cause one more step
-    solo_steps = min(wanted, case.solo.steps)
-    steps = min(wanted, (case.replay or case.ordinary).steps)
+    planned = case.ordinary.plan.steps  # a loader that is built later may cause one more step
+    solo_steps = min(planned, case.solo.steps)
+    steps = min(planned, (case.replay or case.ordinary).steps)
     # Each rank takes its part of an epoch, which is rounded in each pass.
     is_part = _PART * solo_steps <= steps * case.world_size and steps < solo_steps
     shorter = is_part or (not case.replay and case.ranks[0].training_loaders)

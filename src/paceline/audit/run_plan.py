@@ -28,11 +28,11 @@ class RunPlan:
 
     Attributes:
         folder: Where its ranks write.
-        steps: The optimizer steps to watch.
+        steps: The optimizer steps to watch. If the solo run watches more, the plans of the later runs have as
+            many as it took.
         solo: The folder of the run whose batches or weights a later run gets.
         bitwise: Whether paceline's reproducible mode is turned on.
-        max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
-            the other runs take as many steps as the solo run did.
+        max_steps: The solo run goes on up to so many steps as long as they are fast.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
     """
 
@@ -49,11 +49,6 @@ class RunPlan:
     def last_steps(self) -> int:
         """The steps of a run that are left when it cuts a pass, to see the next one begin."""
         return (self.steps + 1) // 2
-
-    @property
-    def wanted(self) -> int:
-        """The steps that each rank should take; the solo run may take more."""
-        return self.steps if self.mode == "solo" else max(self.steps, self.max_steps)
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""

@@ -18,6 +18,7 @@ from paceline.audit.events import (
     Evaluated,
     ForwardEnded,
     PointEvent,
+    Summary,
     TrainingBuilt,
     TrainingStep,
     WeightsAt,
@@ -293,7 +294,7 @@ class _Search:
             if self._with_values:
                 yield from self._number("loss", (a.loss, b.loss), training=a.training)
                 grads = a.of(TrainingStep)[0].grads, b.of(TrainingStep)[0].grads
-                x, y = (math.hypot(*(g[1] for g in each.values())) for each in grads)
+                x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
                 yield from self._number("gradient norm", (x, y), training=a.training)
                 yield from self._tensors("gradient", *grads, rtol=self._exact)
         own, other = a.of(WeightsAt)[0].params, b.of(WeightsAt)[0].params
@@ -359,21 +360,27 @@ class _Search:
             yield Difference(quantity, name, pair, relative)
 
     def _tensors(
-        self, quantity: str, one: dict[str, Any], other: dict[str, Any], *, rtol: float | None
+        self,
+        quantity: str,
+        one: dict[str, Summary],
+        other: dict[str, Summary],
+        *,
+        rtol: float | None,
     ) -> Iterator[Difference]:
-        """The differences of tensors, [digest, norm, sum] each; of their names only if `rtol` is None."""
+        """The differences of tensors; of their names only if `rtol` is None."""
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
-                present = [each[name][1] if name in each else None for each in (one, other)]
+                present = [each[name].norm if name in each else None for each in (one, other)]
                 yield Difference(quantity, name, (present[0], present[1]))
             elif rtol is not None:
                 self._times[quantity] += 1
                 x, y = one[name], other[name]
-                size = max(x[1], y[1], 1e-30)
-                relative = max(abs(x[1] - y[1]), abs(x[2] - y[2])) / size
-                if x[0] != y[0] and not (rtol and relative <= rtol):
-                    kind = next(i for i in (1, 2, 0) if x[i] != y[i])
-                    yield Difference(quantity, name, (x[kind], y[kind]), relative)
+                size = max(x.norm, y.norm, 1e-30)
+                relative = max(abs(x.norm - y.norm), abs(x.sum - y.sum)) / size
+                if x.digest != y.digest and not (rtol and relative <= rtol):
+                    pairs = [(x.norm, y.norm), (x.sum, y.sum), (x.digest, y.digest)]
+                    shown = next(pair for pair in pairs if pair[0] != pair[1])
+                    yield Difference(quantity, name, shown, relative)
 
 
 def _is_share(value: float, samples: int) -> bool:

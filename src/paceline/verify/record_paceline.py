@@ -275,7 +275,7 @@ def _batchnorm(layers: list[torch.nn.Module]) -> str:
 
 
 def _summary(tensor: torch.Tensor) -> Summary:
-    """The digest, the norm and the sum of a tensor. Collective for a DTensor: all ranks that hold it."""
+    """Collective for a DTensor: all ranks that hold it."""
     whole = tensor.detach()
     whole = plain(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
-    return [digest(whole), float(whole.double().norm()), float(whole.double().sum())]
+    return Summary(digest(whole), float(whole.double().norm()), float(whole.double().sum()))

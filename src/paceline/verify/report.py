@@ -124,7 +124,7 @@ def report_audits(audits: Sequence[AuditResult], notes: Sequence[str]) -> Verify
         last += f"; notes: {', '.join(sorted(small))}" if small else ""
         rules = "rule" if len(not_judged) == 1 else "rules"
         last += f"; {len(not_judged)} {rules} could not judge" if not_judged else ""
-    steps = max(each.case.ordinary.plan.wanted for each in audits)
+    steps = max(each.case.ordinary.plan.steps for each in audits)
     facts = {"kind": "audit", "steps": steps, "audits": [_audit_facts(each) for each in audits]}
     return _result(code, lines, notes, last, facts)
 

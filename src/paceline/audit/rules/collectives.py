@@ -29,7 +29,7 @@ def unmatched_collective(case: Case) -> Judgement:
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
     each = [
-        _sequence(log, case.world_size, case.ordinary.plan.wanted if cut else None)
+        _sequence(log, case.world_size, case.ordinary.plan.steps if cut else None)
         for log in case.ranks
     ]
     for number in range(max(map(len, each))):
