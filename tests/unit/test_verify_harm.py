@@ -274,7 +274,7 @@ def test_a_loss_of_what_each_rank_draws(draws: int, found: type) -> None:
 
 def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
     def rank(weight: int, *, measures: bool) -> list[Event]:
-        use = ForwardEnded(evaluation=1, model=100, other_params={"w": weight})
+        use = ForwardEnded(evaluation=1, model=100, untrained_params={"w": weight})
         wrapped = DDPBuilt(ranks=2)
         return [use, wrapped] if measures else [wrapped, use]
 
@@ -393,7 +393,7 @@ def test_each_rank_trains_a_model_of_its_own_against_that_of_the_other() -> None
     def players(*, exchanges: bool) -> list[list[Event]]:
         return [
             [
-                ForwardEnded(evaluation=1, model=100, other_params={"w": other}),
+                ForwardEnded(evaluation=1, model=100, untrained_params={"w": other}),
                 *_trains_without_ddp([own, own + 1, own + 2], exchanges=exchanges),
             ]
             for own, other in ((1, 7), (7, 1))

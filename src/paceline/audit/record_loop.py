@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class LoopHooks:
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._root: torch.nn.Module | None = None
         self._inner: torch.nn.Module | None = None  # the model inside of it
-        self._forward: dict[str, Any] = {}  # the facts of the current forward
+        self._forward = ForwardEnded()  # the current forward, as far as it is known
         self._forwards = 0
         # By model, the updates before its latest digests; if it is not trained, the evaluation too.
         self._digested_in: dict[int, int | tuple[int, int | None]] = {}
@@ -115,20 +115,21 @@ class LoopHooks:
             self._begin(module, inputs)
         if self._root is not None and module is self._inner:
             # Inside DDP's forward, after its broadcast of the buffers.
-            self._forward["buffers"] = buffer_digests(module)
+            self._forward = replace(self._forward, buffers=buffer_digests(module))
 
     def after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self._root:
             return
-        if "rows" not in self._forward:  # torch gives keyword arguments to this hook only
-            self._forward |= _samples(kwargs)
-        self._forward["shared"] = self._progress.shared_batch.is_given
-        if self._forward["trains"] and (self._forwards == 1 or self._forward["shared"]):
-            self._forward["inputs"] = _digest_of_inputs([args, kwargs])
+        forward = self._forward
+        if forward.rows is None:  # torch gives keyword arguments to this hook only
+            samples, rows = _samples(kwargs)
+            forward = replace(forward, samples=samples, rows=rows)
+        if forward.trains and (self._forwards == 1 or forward.shared):
+            forward = replace(forward, inputs=_digest_of_inputs([args, kwargs]))
         self._root = None
         self._pause.close()
-        drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
-        self._recorder.write(ForwardEnded(drew=drew, **self._forward))
+        drew = [k for k, v in random_states().items() if v != forward.random.get(k)]
+        self._recorder.write(replace(forward, drew=drew))
 
     def _is_model(self, module: torch.nn.Module) -> bool:
         if self._in_transform is not None and self._in_transform():
@@ -154,38 +155,39 @@ class LoopHooks:
             _manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         evaluation = None if torch.is_grad_enabled() else self._progress.evaluation
-        self._forward = {
-            "model": number,
-            "at": user_line(),
-            "steps_done": self._progress.steps,
-            "trains": trains,
-            "evaluation": evaluation,
-            "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
-            "bypasses_ddp": wrapper is None and trains and self._models.is_reduced(module),
-            "random": random_states(),
-            "draws": draws,
-            **_samples(inputs),
-        }
+        samples, rows = _samples(inputs)
+        forward = ForwardEnded(
+            model=number,
+            at=user_line(),
+            steps_done=self._progress.steps,
+            trains=trains,
+            evaluation=evaluation,
+            sync=None if wrapper is None else wrapper.require_backward_grad_sync,
+            bypasses_ddp=wrapper is None and trains and self._models.is_reduced(module),
+            samples=samples,
+            rows=rows,
+            shared=self._progress.shared_batch.is_given,
+            random=random_states(),
+            draws=draws,
+        )
         if trains and self._digested_in.get(number) != self._progress.updates:
             self._digested_in[number] = self._progress.updates
-            self._forward |= {
-                "params": parameter_digests(inner_of(module)),
-                "devices": sorted({str(p.device) for p in module.parameters()}),
-                "cores": sorted(os.sched_getaffinity(0)),
-                "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            }
+            forward = replace(
+                forward,
+                params=parameter_digests(inner_of(module)),
+                devices=sorted({str(p.device) for p in module.parameters()}),
+                cores=sorted(os.sched_getaffinity(0)),
+                visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            )
         elif not of_trained and not torch.is_grad_enabled():
             now = self._progress.updates, evaluation
             if self._digested_in.get(number) != now:
                 self._digested_in[number] = now
-                self._forward["other_params"] = parameter_digests(inner_of(module))
+                forward = replace(forward, untrained_params=parameter_digests(inner_of(module)))
+        self._forward = forward
         sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(
-            ForwardBegun(
-                at=self._forward["at"],
-                steps_done=self._progress.steps,
-                sends_buffers=sends_buffers,
-            )
+            ForwardBegun(at=forward.at, steps_done=forward.steps_done, sends_buffers=sends_buffers)
         )
 
     def build_ddp(
@@ -390,12 +392,12 @@ class LoopHooks:
         return value
 
 
-def _samples(inputs: Any) -> dict[str, Any]:
+def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
     """The number of samples in a forward's inputs and the digest of each, by its first tensor."""
     tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
-        return {"samples": None}
-    return {"samples": len(tensors[0]), "rows": digest_rows(tensors[0][:_MAX_ROWS])}
+        return None, None
+    return len(tensors[0]), digest_rows(tensors[0][:_MAX_ROWS])
 
 
 def _digest_of_inputs(inputs: Any) -> int:

@@ -54,13 +54,13 @@ def different_untrained_models(case: Case) -> Judgement:
         {
             (e.steps_done, e.evaluation or 0, e.model): e
             for e in _since_training_began(log)
-            if e.other_params is not None
+            if e.untrained_params is not None
         }
         for log in case.ranks
     ]
     random = _models_with_random_weights(each)
     each = [{use: e for use, e in own.items() if use[1] or use[2] not in random} for own in each]
-    found = _difference(each, _other_params)
+    found = _difference(each, _untrained_params)
     if found is not None:
         if not case.trains_together and find_mismatch(case) is not None:
             return NotJudged("the ranks exchange no gradients, and each trains another model.")
@@ -80,7 +80,7 @@ def different_untrained_models(case: Case) -> Judgement:
             if first.steps_done
             else "copy the model after it is wrapped, or broadcast the copy.",
             evidence=f"the digests of {names[0]} after step {first.steps_done}",
-            effect=f"{len(names)} of {len(_other_params(first))} parameters differ between ranks",
+            effect=f"{len(names)} of {len(_untrained_params(first))} parameters differ between ranks",
         )
     if not all(each):
         return NoFault("all models that were used without gradient are trained.")
@@ -96,7 +96,7 @@ def _models_with_random_weights(each: list[dict[tuple[int, int, int], ForwardEnd
         model
         for model, first in firsts.items()
         if not first[1]
-        and _difference([{first: own[first]} for own in each if first in own], _other_params)
+        and _difference([{first: own[first]} for own in each if first in own], _untrained_params)
     }
 
 
@@ -115,8 +115,8 @@ def _trains(event: Event) -> bool:
     return isinstance(event, ForwardEnded) and event.trains
 
 
-def _other_params(event: ForwardEnded) -> Digests:
-    return event.other_params or {}
+def _untrained_params(event: ForwardEnded) -> Digests:
+    return event.untrained_params or {}
 
 
 def _difference(
