@@ -51,6 +51,7 @@ RULES = {
     "75": "clipping of own shard",
     "79": "metric averaged per rank",
     "81": "gradient N times too large or small",
+    "83": "gradient N times too large or small",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -26,6 +26,8 @@ class Trainer:
         return loss.item()
 
     def fit(self, epochs):
+        if dist.get_rank() == 0:  # of one rank only, and before the first pass
+            print(len(self.loader), "batches")
         for epoch in range(epochs):
             self.sampler.set_epoch(epoch)
             losses = [self.step(x, y) for x, y in self.loader]

@@ -399,7 +399,7 @@ def test_the_gradient_of_each_optimizer_is_compared(
         (tmp_path / mode).mkdir()
         for number, size in enumerate(sizes):
             gradients = {"w": torch.ones(3) * (size if mode == "mirrored" else 1.0)}
-            torch.save(gradients, tmp_path / mode / f"gradients-{number}.pt")
+            torch.save(gradients, tmp_path / mode / f"gradients-{number}-0.pt")
         made = run(mode, *[events] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
@@ -421,7 +421,7 @@ def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
     runs = []
     for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
         (tmp_path / mode).mkdir()
-        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients-0.pt")
+        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients-0-0.pt")
         made = run(mode, *[events] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
@@ -437,15 +437,15 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
         for rank, events in enumerate(ranks)
     ]
     ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
-    torch.save({"w": torch.ones(9)}, tmp_path / "gradients-0.pt")
+    torch.save({"w": torch.ones(9)}, tmp_path / "gradients-0-0.pt")
     for rank in range(2):  # shards of unequal sizes
-        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}.pt")
+        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}-0.pt")
     assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
     for rank, own in enumerate(gradients):
-        torch.save(own, tmp_path / f"local-{rank}.pt")
+        torch.save(own, tmp_path / f"local-{rank}-0.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
-        torch.save({"w": total}, tmp_path / "gradients-0.pt")
+        torch.save({"w": total}, tmp_path / "gradients-0-0.pt")
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
 
 
@@ -908,6 +908,18 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
     replay.save_weights(progress)
     saved = torch.load(tmp_path / "weights-1.pt", weights_only=True)
     assert saved[0]["weight"].item() == before
+
+    # In a replay, the model has these weights until the training goes on.
+    plan = RunPlan(tmp_path / "replay", "mirrored", 2, 20, solo=tmp_path)
+    progress = Progress(plan, recorder, 1)
+    torch.nn.init.constant_(model.bias, before + 2)
+    assert progress.on_no_grad_forward(of_trained=True)
+    replay.begin_evaluation(progress, models)
+    assert model.weight.item() == before
+    torch.nn.init.constant_(model.bias, 9.0)  # by the script, in the evaluation
+    progress.on_forward(trains=True)
+    assert model.weight.item() == before + 1
+    assert model.bias.item() == 9.0
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ class CollectiveEnded(Event):
 class LoaderSeen(Event):
     """The first use of a DataLoader."""
 
-    loader: str  # its name, equal in all runs
+    loader: str  # its name, equal in all runs: the line of the first pass over it
+    built: str = ""  # the same for the line that built it
     sampler: str = ""  # the name of its type
     sampler_id: int = 0  # equal for loaders of one sampler
     # Attributes of a sampler for several ranks, such as "rank" and "seed".
@@ -170,6 +171,7 @@ class LoaderSeen(Event):
     samples: int | None = None  # the length of the dataset; None if unknown
     root_samples: int | None = None  # the same of the dataset behind all subsets
     batches: int | None = None  # the length of the loader; None if unknown
+    persistent: bool = False  # whether its workers keep their copy of the dataset for the next pass
 
 
 class EventOfPass(EventInStep):
@@ -180,7 +182,7 @@ class EventOfPass(EventInStep):
 
 
 class PassBegun(EventOfPass):
-    """A pass began. `epoch` is that of its sampler, if it has one."""
+    """A pass began. `epoch` is that of its sampler or dataset, as `set_epoch` has set it."""
 
     epoch: int | None = None
 

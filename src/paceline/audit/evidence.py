@@ -366,6 +366,8 @@ class Run:
     def gradients(self, optimizer: int = 0) -> dict[str, torch.Tensor]:
         """The gradients of step 1 that an optimizer of rank 0 got, flat, float64, by name.
 
+        Of sharded ones, the shards of all ranks one after the other.
+
         Args:
             optimizer: 0 for the one that stepped first.
         """
@@ -376,11 +378,13 @@ class Run:
         return self._saved(f"local-{rank}")
 
     def _saved(self, name: str) -> dict[str, torch.Tensor]:
-        path = self.plan.folder / f"{name}.pt"
-        saved: dict[str, torch.Tensor] = (
-            torch.load(path, weights_only=True) if path.exists() else {}
-        )
-        return {each: saved[each].double().flatten() for each in sorted(saved)}
+        parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        for rank in range(self.plan.world_size):
+            path = self.plan.folder / f"{name}-{rank}.pt"
+            saved = torch.load(path, weights_only=True) if path.exists() else {}
+            for each, gradient in saved.items():
+                parts[each].append(gradient.double().flatten())
+        return {each: torch.cat(parts[each]) for each in sorted(parts)}
 
     @property
     def steps(self) -> int:

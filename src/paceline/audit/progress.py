@@ -11,7 +11,7 @@ runs take as many steps as it took.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class Progress:
             not shift the numbers of later ones.
         weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
             evaluation, by number; None if they are saved already.
+        after_evaluation: What to call when the training goes on after the current evaluation.
         shared_batch: A batch that all ranks of the ordinary run get.
     """
 
@@ -77,6 +78,7 @@ class Progress:
         self._empty_passes = 0
         self._cut_at: int | None = None  # the step after which this run cut a pass
         self.weights_of_evaluation: dict[int, dict[str, Any]] | None = None
+        self.after_evaluation: list[Callable[[], None]] = []
         self.shared_batch = SharedBatch(plan, rank)
 
     @property
@@ -116,7 +118,8 @@ class Progress:
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
-        self.evaluation, self._awaits_backward = None, False
+        self._end_evaluation()
+        self._awaits_backward = False
         self._loaders.on_backward()
 
     @property
@@ -128,7 +131,13 @@ class Progress:
         """Note a forward of a model."""
         self._loaders.on_forward()
         if trains:
-            self.evaluation, self._awaits_backward = None, True
+            self._end_evaluation()
+            self._awaits_backward = True
+
+    def _end_evaluation(self) -> None:
+        self.evaluation = None
+        while self.after_evaluation:
+            self.after_evaluation.pop()()
 
     def on_no_grad_forward(self, *, of_trained: bool) -> bool:
         """Note a forward without gradient, and return whether it begins an evaluation.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
@@ -29,7 +30,7 @@ from paceline.audit.events import (
     TrainsOn,
 )
 from paceline.audit.progress import Progress
-from paceline.audit.record import intercept, intercept_private, user_line
+from paceline.audit.record import intercept, intercept_private, is_user_code, user_line
 from paceline.watch.stacks import is_script
 
 _PACELINE = str(Path(__file__).parents[1])
@@ -44,6 +45,7 @@ _FETCHERS = (
 def install(progress: Progress) -> None:
     """Record the batches of loaders, and the samples that their workers load."""
     hooks = DataHooks(progress)
+    intercept("__init__", hooks.build, DataLoader)
     intercept("__iter__", hooks.begin_pass, DataLoader)
     intercept("__len__", hooks.count_batches, DataLoader)
     intercept_private(_NEXT_INDEX, hooks.next_index)
@@ -67,6 +69,25 @@ class DataHooks:
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._replayed = replay.replayed_loaders(progress.plan)
+        # Where each loader was built, and the lengths of those that are replayed.
+        self._built: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
+        self._watched: set[type] = set()  # the types whose `set_epoch` is recorded
+        self._epochs: dict[int, Any] = {}  # the latest epoch of each dataset or sampler, by id
+        self._lengths = {seen.built: seen.batches for seen in self._replayed.values()}
+
+    def build(
+        self, init: Callable[..., None], loader: DataLoader[Any], *args: Any, **kw: Any
+    ) -> None:
+        self._built[loader] = self._numbered(f"built {user_line()}")
+        init(loader, *args, **kw)
+        for kind in {type(loader.dataset), type(_sampler(loader))} - self._watched:
+            if hasattr(kind, "set_epoch"):
+                self._watched.add(kind)
+                intercept("set_epoch", self.set_epoch, kind)
+
+    def set_epoch(self, set_epoch: Callable[..., Any], of: Any, epoch: Any, *args: Any) -> Any:
+        self._epochs[id(of)] = epoch
+        return set_epoch(of, epoch, *args)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
         if sys._getframe(2).f_code.co_filename.startswith(_PACELINE):
@@ -80,7 +101,7 @@ class DataHooks:
                 at=user_line(),
                 pass_number=pass_number,
                 steps_done=self._progress.steps,
-                epoch=getattr(_sampler(loader), "epoch", None),
+                epoch=self._epoch_of(loader),
             )
         )
         if self._is_over(name):
@@ -92,8 +113,20 @@ class DataHooks:
             batches = begin(loader)
         return _RecordedPass(self, loader, seen, pass_number, batches)
 
+    def _epoch_of(self, loader: DataLoader[Any]) -> int | None:
+        """The epoch that the script has set; None if it has set none."""
+        sampler = _sampler(loader)
+        found = (self._epochs.get(id(each)) for each in (sampler, loader.dataset))
+        epoch = getattr(sampler, "epoch", None)
+        return epoch if epoch is not None else next((e for e in found if e is not None), None)
+
     def count_batches(self, count: Callable[[Any], int], loader: DataLoader[Any]) -> int:
-        replayed = self._replayed.get(self._describe(loader).loader)
+        if is_user_code(sys._getframe(2)):
+            # Not as a use that gives the loader its name: only one rank may print the length.
+            replayed = self._lengths.get(self._built.get(loader, ""))
+        else:
+            seen = self._replayed.get(self._describe(loader).loader)
+            replayed = None if seen is None else seen.batches
         return count(loader) if replayed is None else replayed
 
     def record_batch(self, of: _RecordedPass, index: Any, batch: Any) -> None:
@@ -206,8 +239,7 @@ class DataHooks:
         if id(loader) in self._seen:
             return self._seen[id(loader)][0]
         at = user_line()
-        name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"  # equal in all runs
-        self._places[at] += 1
+        name = self._numbered(at)  # equal in all runs
         self._of_dataset[id(loader.dataset)] = name
         sampler, dataset = _sampler(loader), loader.dataset
         settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
@@ -232,10 +264,17 @@ class DataHooks:
             samples=None if sized is None else len(sized),
             root_samples=None if sized is None else len(_root(sized)[0]),
             batches=batches,
+            persistent=loader.persistent_workers,
+            built=self._built.get(loader, ""),
         )
         self._recorder.write(seen)
         self._seen[id(loader)] = seen, loader
         return seen
+
+    def _numbered(self, at: str) -> str:
+        """A name for a loader at this line, which is used in names of files too."""
+        self._places[at] += 1
+        return f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at] - 1}"
 
 
 class _RecordedPass:

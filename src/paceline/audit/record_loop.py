@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
@@ -240,7 +241,7 @@ class LoopHooks:
             found["shards"] = self._models.norms_of_shards()
         if self._progress.steps == 0 and not self._models.ddp:
             # Before the script itself reduces them over the ranks.
-            path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
+            path = self._progress.plan.folder / f"local-{self._progress.rank}-0.pt"
             torch.save(self._models.gradients(), path)
 
     def before_step(
@@ -285,9 +286,12 @@ class LoopHooks:
                 state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
             )
         )
-        if self._progress.rank == 0 and step == 1:
-            path = self._progress.plan.folder / f"gradients-{self._first_steps}.pt"
-            torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
+        if step == 1:
+            is_sharded = any(isinstance(g, DTensor) for g in gradients.values())
+            if self._progress.rank == 0 or is_sharded:
+                name = f"gradients-{self._first_steps}-{self._progress.rank}.pt"
+                local = {name: plain(g).cpu() for name, g in gradients.items()}
+                torch.save(local, self._progress.plan.folder / name)
             self._first_steps += 1
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,7 +8,6 @@ causes every remaining difference.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -16,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline.audit import evidence
+from paceline.audit.events import LoaderSeen
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.run_plan import REPLAYS, RunPlan
+from paceline.data.digest import plain
 
 
 class _NoSamples(Exception):
@@ -30,8 +32,14 @@ class _NoSamples(Exception):
 def begin_evaluation(progress: Progress, models: Models) -> None:
     """Before an evaluation: copy the weights of the solo run, or load those that it saved in a later run."""
     if progress.plan.mode == "solo":
-        states = {number: model.state_dict() for number, model in models.by_number().items()}
-        progress.weights_of_evaluation = copy.deepcopy(states)
+        progress.weights_of_evaluation = {
+            number: {
+                key: plain(value).clone()
+                for key, value in model.state_dict().items()
+                if isinstance(value, torch.Tensor)
+            }
+            for number, model in models.by_number().items()
+        }
     elif progress.plan.solo is not None:
         path = _weights_path(progress.plan.solo, progress.evaluation)
         if not path.exists():
@@ -40,9 +48,27 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
         for number, model in models.by_number().items():
             own = model.state_dict()
             for key, value in states.get(number, {}).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and key in own and own[key].shape == value.shape:
-                    own[key].copy_(value)
+                if isinstance(own.get(key), torch.Tensor) and own[key].shape == value.shape:
+                    progress.after_evaluation.append(_Loaded(own[key], value).put_back)
+
+
+class _Loaded:
+    """A tensor of the solo run in place of that of a rank, for one evaluation."""
+
+    def __init__(self, own: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(own, DTensor):
+            # Not from rank 0: a rank may evaluate alone.
+            value = distribute_tensor(
+                value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+            )
+        self._own, self._before = own, own.clone()
+        own.copy_(value)
+        self._loaded = own.clone()
+
+    def put_back(self) -> None:
+        """Put the rank's own values back, unless the script has changed the tensor in the meantime."""
+        if torch.equal(plain(self._own), plain(self._loaded)):
+            self._own.copy_(self._before)
 
 
 def save_weights(progress: Progress) -> None:
@@ -110,9 +136,9 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
     return value  # such as a tensor of shape (), which belongs to the whole batch
 
 
-def replayed_loaders(plan: RunPlan) -> dict[str, int | None]:
-    """The training loaders of the solo run and their lengths; empty if this run is no replay."""
+def replayed_loaders(plan: RunPlan) -> dict[str, LoaderSeen]:
+    """The training loaders of the solo run, by name; empty if this run is no replay."""
     if plan.solo is None or plan.mode not in REPLAYS:
         return {}
     solo = evidence.read(plan.solo, 1)[0]
-    return {name: solo.loaders[name].batches for name in solo.training_loaders}
+    return {name: solo.loaders[name] for name in solo.training_loaders}

@@ -17,6 +17,7 @@ from paceline.audit.events import (
     CommHookSet,
     DDPBuilt,
     ForwardEnded,
+    ModelSeen,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -196,8 +197,8 @@ def _weight_of_ranks(run: Run) -> float | None:
     if not final or not all(final.keys() <= own.keys() for own in each):
         return None
     rows = [_flat({name: own[name] for name in final}) for own in each]
-    if len({len(row) for row in rows}) > 1:
-        return None  # shards of unequal sizes
+    if any(len(row) != len(_flat(final)) for row in rows):
+        return None  # shards
     matrix = torch.stack(rows)
     # Least squares; for equal gradients, the pseudo-inverse gives equal weights.
     weights = torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))
@@ -242,9 +243,13 @@ def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
         why = "what is gathered from other ranks has no gradient."
         fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
         return why, fix + "of all ranks, or multiply the loss by their number.", gather
-    fix = "do not divide the loss by the number of ranks: DDP already averages the gradients."
     why = "it is divided by the number of ranks twice."
-    return why, fix if log.of(DDPBuilt) else "divide it once.", None
+    is_fsdp = any(event.layout == "data" for event in log.of(ModelSeen))
+    if not is_fsdp and not log.of(DDPBuilt):
+        return why, "divide it once.", None
+    whose = "FSDP" if is_fsdp else "DDP"
+    fix = f"do not divide the loss by the number of ranks: {whose} already averages the gradients."
+    return why, fix, None
 
 
 def _manual_reduction(log: RankLog) -> CollectiveBegun | None:
@@ -263,7 +268,8 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     first, other = case.solo.ranks[0].first_forward, replayed[0].first_forward
     if first.params is None or other.params is None:
         return "no forward of training was seen."
-    if first.params != other.params:
+    is_sharded = any(event.layout for event in replayed[0].of(ModelSeen))
+    if first.params != other.params and not is_sharded:
         return "the weights differ between two runs before the first step: the script sets no seed."
     if not case.has_same_inputs:
         return (

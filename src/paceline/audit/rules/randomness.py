@@ -43,11 +43,13 @@ def same_order_each_epoch(case: Case) -> Judgement:
             continue
         judged = True
         for one, other in pairwise(passes):
-            if _same_order(one, other):
+            # A stream that is not shuffled has one order in all epochs.
+            forgotten = one.begin.epoch == other.begin.epoch or loader.persistent
+            if forgotten and _same_order(one, other):
                 return _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)
     if judged:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
-        return NoFault(f"the order differed between passes.{cut}")
+        return NoFault(f"the order differed between passes, or the epoch was set.{cut}")
     if one_pass:
         return NotJudged("the script made no two passes with one sampler over its training data.")
     return NoFault("no sampler of the training data needs the epoch.")
@@ -57,12 +59,12 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
     """In one pass, the samplers of the ranks have different epochs."""
     passes = [_training_passes(log, name) if name in log.loaders else [] for log in case.ranks]
     for number, of_ranks in enumerate(zip(*passes, strict=False), 1):
-        epochs = [each.begin.epoch for each in of_ranks]
+        epochs = [-1 if e.begin.epoch is None else e.begin.epoch for e in of_ranks]
+        shown = ", ".join("none" if epoch < 0 else str(epoch) for epoch in epochs)
         if len(set(epochs)) > 1:
             ranks = [rank for rank, epoch in enumerate(epochs) if epoch != max(epochs)]
             return FaultFound(
-                what=f"in pass {number}, the samplers of the ranks have different epochs: "
-                f"{', '.join(map(str, epochs))}.",
+                what=f"in pass {number}, the samplers of the ranks have different epochs: {shown}.",
                 at=of_ranks[ranks[0]].begin.at,
                 ranks=ranks,
                 step=of_ranks[0].begin.steps_done + 1,
@@ -70,7 +72,7 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
                 "order. Parts of different orders overlap.",
                 fix="call sampler.set_epoch(epoch) on every rank, outside of branches such as "
                 "`if rank == 0`.",
-                evidence=f"epochs of the ranks in pass {number}: {', '.join(map(str, epochs))}",
+                evidence=f"epochs of the ranks in pass {number}: {shown}",
                 effect=f"{len(ranks)} of {case.world_size} ranks take their part of a different order",
             )
     return None
