@@ -87,6 +87,7 @@ def start(cuda: int, cores: list[int], host: str = "a") -> RankStarted:
     ("device", "cuda", "cores", "message"),
     [
         (["cuda:0", "cuda:0"], 2, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
+        (["cuda:0", "cuda:0"], 1, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
         (["cuda:0", "cuda:1"], 2, [[0, 1], [0, 1]], None),
         (["cpu", "cpu"], 2, [[0, 1], [0, 1]], "2 GPUs are idle"),
         (["cpu", "cpu"], 0, [[0, 1], [0, 1]], None),
@@ -103,7 +104,7 @@ def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: 
     else:
         assert isinstance(judged, FaultFound)
         assert message in judged.what
-        assert judged.is_note == ("idle" in message)
+        assert judged.is_note == ("idle" in message or cuda == 1)
 
 
 def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
@@ -358,6 +359,21 @@ def _step_on(terms: int, weight: float) -> list[Event]:
         at="t.py:5", forwards=1, weight=weight, terms=terms, kind="NllLossBackward0"
     )
     return [DDPBuilt(ranks=2), backward, OptimizerStepBegun()]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "ranks"), [((0,), [0]), ((1,), [1]), ((0, 1), [0, 1]), (("solo", 0), [])]
+)
+def test_a_mean_of_means_names_its_ranks(faulty: tuple[Any, ...], ranks: list[int]) -> None:
+    def events(who: Any) -> list[Event]:
+        parts = [*_step_on(20, 1 / 20), _step_on(20, 1 / 40)[1]]
+        second = _step_on(5 if who in faulty else 20, 1 / 10 if who in faulty else 1 / 40)[1]
+        return [*parts, replace(cast(BackwardBegun, second), forwards=2), OptimizerStepBegun()]
+
+    runs = Case(run("solo", events("solo")), run("ordinary", events(0), events(1)))
+    judged = mean_of_means(runs)
+    assert isinstance(judged, FaultFound)
+    assert list(judged.ranks) == ranks
 
 
 @pytest.mark.parametrize(
@@ -703,6 +719,45 @@ def test_a_stream_of_a_library_with_one_order_is_a_note(of_library: bool) -> Non
     judged = same_order_each_epoch(case(events, events))
     assert isinstance(judged, FaultFound)
     assert judged.is_note == of_library
+
+
+def _given(*ids: int) -> BatchGiven:
+    return BatchGiven(loader="val", ids=list(ids))
+
+
+def _used(*rows: int, model: int = 0) -> ForwardEnded:
+    return ForwardEnded(evaluation=1, model=model, samples=len(rows), rows=list(rows))
+
+
+@pytest.mark.parametrize(
+    ("events", "ids"),
+    [
+        ([_given(0, 1), _used(7, 8), _given(2, 3), _used(8, 9)], [0, 1, 2, 3]),
+        # The loader is one batch ahead.
+        ([_given(0, 1), _given(2, 3), _used(7, 8), _used(8, 9)], [0, 1, 2, 3]),
+        ([_given(0, 1), _given(2), _used(7), _used(7, model=1), _given(3), _used(8)], [0, 1, 2]),
+        # Several models, or parts of a batch.
+        ([_given(0, 1), _used(7, 8), _used(7, 8, model=1)], [0, 1]),
+        ([_given(0, 1), _used(7), _used(8)], [0, 1]),
+        # The script leaves batches out.
+        ([_given(0), _given(1), _given(2), _used(9)], [2]),
+    ],
+)
+def test_the_samples_of_an_evaluation(events: list[Event], ids: list[int]) -> None:
+    evaluation = RankLog(0, events, []).evaluations[1]
+    assert evaluation.rows == {("val", 0): ids}
+
+
+def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
+    def gathered(size: int) -> list[Event]:
+        begun = replace(call("all_gather", 4), evaluation=1, shape=[size])
+        return [_given(0, 1, 2), _used(7, 8, 9), begun, CollectiveEnded(values=[1.0] * size)]
+
+    of_samples, metric = (RankLog(0, gathered(n), []).evaluations[1] for n in (3, 2))
+    assert of_samples.gathers_samples
+    assert of_samples.reductions == []
+    assert not metric.gathers_samples
+    assert len(metric.reductions) == 1
 
 
 def test_a_script_is_not_sound_if_a_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from paceline.audit.evaluations import Evaluation, EvaluationReader
 from paceline.audit.events import (
     BackwardBegun,
     BackwardEnded,
@@ -27,7 +28,6 @@ from paceline.audit.events import (
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
-    NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -43,10 +43,6 @@ E = TypeVar("E", bound=Event)
 
 # What changes gradients and weights after a backward.
 UpdateCall = Unscaled | Clipped | ScalerStepped | OptimizerStepBegun
-
-# Only tensors of up to this many values are metrics; their values are recorded.
-MAX_METRIC_VALUES = 16
-_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # Where a rank waits for others: a collective of the script, or of DDP in a forward or a backward.
 Call = CollectiveBegun | ForwardBegun | BackwardBegun
@@ -111,33 +107,6 @@ class Update:
 
     backwards: list[BackwardBegun] = field(default_factory=list)
     calls: list[UpdateCall] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class Reduction:
-    """A call that reduced small values, and their results."""
-
-    call: CollectiveBegun
-    results: list[float]
-
-
-@dataclass
-class Evaluation:
-    """What a rank did between two backwards, from its first forward without gradient on."""
-
-    # What was evaluated, by loader and pass: indices, or else contents. A batch that several models are given
-    # counts once.
-    rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    num_samples: int = 0  # the samples before the first collective
-    collectives: list[CollectiveBegun] = field(default_factory=list)
-    reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
-    # By line, the numbers that the script took; if it gathers, only those after the first gather.
-    numbers: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def gathers(self) -> list[CollectiveBegun]:
-        """The collectives that gather."""
-        return [event for event in self.collectives if "gather" in event.op]
 
 
 @dataclass(frozen=True)
@@ -285,46 +254,7 @@ class RankLog:
     def evaluations(self) -> dict[int, Evaluation]:
         """The evaluations, by number."""
         trained = {row for event in self.training_forwards for row in event.rows or ()}
-        found: defaultdict[int, Evaluation] = defaultdict(Evaluation)
-        batch: BatchGiven | None = None
-        model: int | None = None
-        call: CollectiveBegun | None = None
-        trains = False
-        for event in self.events:
-            if isinstance(event, BatchGiven):
-                batch, model = event, None
-                trains = event.loader in self.training_loaders
-            elif isinstance(event, CollectiveBegun):
-                call = event
-                if event.evaluation is not None:
-                    own = found[event.evaluation]
-                    if "gather" in event.op and not own.gathers:
-                        own.numbers.clear()
-                    own.collectives.append(event)
-            elif isinstance(event, CollectiveEnded):
-                results = event.values or []
-                number = None if call is None else call.evaluation
-                is_metric = 0 < len(results) <= MAX_METRIC_VALUES
-                if is_metric and call is not None and number is not None and call.op in _REDUCTIONS:
-                    found[number].reductions.append(Reduction(call, results))
-            elif isinstance(event, NumberRead) and not trains:
-                found[event.evaluation].numbers.setdefault(event.at, []).append(event.value)
-            elif isinstance(event, ForwardEnded) and event.evaluation is not None:
-                own, trains = found[event.evaluation], False
-                own.num_samples += 0 if own.collectives else event.samples or 0
-                rows = event.rows or []
-                if rows and batch is not None and batch.loader in self.training_loaders:
-                    if trained.intersection(rows):
-                        continue  # a teacher's forward, or a metric on training samples
-                    batch = None
-                ids = batch.ids if batch is not None else None
-                # Not another model on the same batch, nor the next part of a batch that is given in parts.
-                is_again = model is not None and (model != event.model or ids)
-                if rows and not (batch is not None and is_again):
-                    model = event.model if batch is not None else None
-                    key = (batch.loader, batch.pass_number) if batch is not None else ("", 0)
-                    own.rows.setdefault(key, []).extend(ids or rows)
-        return dict(found)
+        return EvaluationReader(self.training_loaders, trained).read(self.events)
 
     @cached_property
     def training_batches(self) -> list[BatchGiven]:

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join
 
 from paceline.audit import replay
 from paceline.audit.digests import leaves
+from paceline.audit.evaluations import MAX_METRIC_VALUES
 from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered
-from paceline.audit.evidence import MAX_METRIC_VALUES
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
 

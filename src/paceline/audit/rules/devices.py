@@ -32,6 +32,7 @@ def shared_device(case: Case) -> Judgement:
                 "device.",
                 evidence=", ".join(f"rank {r}: {e.devices[0]}" for r, e in enumerate(forwards)),
                 effect=f"{len(sharing)} of {count} ranks share a device",
+                is_note=0 < gpus < count,  # there are not enough of them
             )
     elif gpus:
         return fault(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from paceline.audit.evaluations import Evaluation, Reduction
 from paceline.audit.events import CollectiveBegun, ForwardEnded
-from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, RankLog, Reduction
+from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Equal values of a metric differ by rounding only.
@@ -51,10 +52,7 @@ def evaluated_twice(case: Case) -> Judgement:
         surplus = total - len(of_solo[0])
         if surplus <= 0:
             continue
-        gathers = any(  # more than a metric has values
-            max(event.items, math.prod(event.shape)) > MAX_METRIC_VALUES
-            for event in case.ranks[0].evaluations.get(number, Evaluation()).gathers
-        )
+        gathers = case.ranks[0].evaluations.get(number, Evaluation()).gathers_samples
         gathered = _results_of_gathers(case)
         if gathers:
             equal = [result.is_equal for result in gathered]

@@ -379,6 +379,7 @@ def mean_of_means(case: Case) -> Judgement:
     found: list[_Unequal] = []
     fix = "sum the losses, and divide by the number of terms of the whole step."
     for log in (*case.solo.ranks, *case.ranks):
+        is_solo = log is case.solo.ranks[0]
         parts = [update.backwards for update in log.updates]
         # Tasks with fixed weights have their sizes in every step.
         by_design = not log.loaders and len({tuple(e.terms for e in each) for each in parts}) == 1
@@ -387,8 +388,7 @@ def mean_of_means(case: Case) -> Judgement:
         for number, backwards in enumerate(parts, 1):
             pair = None if by_design else _unequal(backwards)
             if pair is not None:
-                ranks = [log.rank] if log.rank else []
-                found.append(_Unequal(pair, number, _SMALL_FACTOR, ranks))
+                found.append(_Unequal(pair, number, _SMALL_FACTOR, None if is_solo else log.rank))
     if not found and _weight_of_ranks(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
@@ -414,8 +414,9 @@ class _Unequal:
     pair: tuple[BackwardBegun, BackwardBegun]
     step: int
     limit: float  # of `factor`: below it this is a note
-    # The rank that has both; empty for rank 0, or if each is of another rank.
-    ranks: Sequence[int] = ()
+    rank: int | None = (
+        None  # the rank that has both; None in the solo run, and if each is of another rank
+    )
 
     @property
     def factor(self) -> float:
@@ -464,11 +465,13 @@ def _mean_fault(
     first = found[0]
     smaller, larger = sorted(first.pair, key=lambda event: event.terms)
     factor = max(each.factor for each in found)
+    of_ranks = {each.rank for each in found}
+    ranks = sorted(rank for rank in of_ranks if rank is not None) if None not in of_ranks else ()
     return FaultFound(
         what=f"a mean over {smaller.terms:g} terms has the same weight as one over "
         f"{larger.terms:g}.",
         at=first.pair[0].at,
-        ranks=first.ranks,
+        ranks=ranks,
         step=first.step,
         why="the mean of means is the mean only if all parts have the same length.",
         fix=fix,
