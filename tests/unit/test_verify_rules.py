@@ -63,6 +63,7 @@ from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
+from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
 
 
@@ -746,6 +747,16 @@ def _used(*rows: int, model: int = 0) -> ForwardEnded:
 def test_the_samples_of_an_evaluation(events: list[Event], ids: list[int]) -> None:
     evaluation = RankLog(0, events, []).evaluations[1]
     assert evaluation.rows == {("val", 0): ids}
+
+
+@pytest.mark.parametrize(("skipped", "used"), [(0, 5), (1, 5), (3, 2)])
+def test_batches_that_a_resume_skips_are_not_used(skipped: int, used: int) -> None:
+    events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
+    for number in range(5):
+        events.append(BatchGiven(loader="a", ids=[number]))
+        if number >= skipped:
+            events += [ForwardBegun(), ForwardEnded(trains=True), BackwardBegun(at="t.py:3")]
+    assert len(_used_batches(RankLog(0, events, []))) == used
 
 
 def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:

@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from paceline.audit.events import BackwardBegun, ModelSeen, OptimizerStepBegun, PassCut, TrainsOn
+from paceline.audit.events import (
+    BackwardBegun,
+    BatchGiven,
+    ModelSeen,
+    OptimizerStepBegun,
+    PassCut,
+    TrainsOn,
+)
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -32,7 +39,7 @@ def uneven_use(case: Case) -> Judgement:
         return NotJudged("verification cut a pass over the samples.")
     if _leaves_out(case.solo) or _leaves_out(case.ordinary):
         return NotJudged("a pass leaves out some samples, others in each pass.")
-    batches = [log.training_batches for log in logs]
+    batches = [_used_batches(log) for log in logs]
     unknown = 0  # samples that a rank had to leave for those of rank 0
     if all(own and all(event.ids for event in own) for own in batches):
         solo, *each = [Counter[Any](i for e in own for i in e.ids or ()) for own in batches]
@@ -77,6 +84,17 @@ def uneven_use(case: Case) -> Judgement:
         f"{_times(times, more)}",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
     )
+
+
+def _used_batches(log: RankLog) -> list[BatchGiven]:
+    """The training batches, without those that the script skips to resume within a pass."""
+    found: list[BatchGiven] = []
+    for (name, _), own in log.passes.items():
+        if name in log.training_loaders:
+            # A loader may be one batch ahead; and no backward follows the first of `for a, b in zip(...)`.
+            first = next((i for i, backwards in enumerate(own.backwards) if backwards), 0)
+            found += own.batches[first if first > 1 else 0 :]
+    return found
 
 
 def _ends_with_a_pass(log: RankLog) -> bool:
