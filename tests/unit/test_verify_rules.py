@@ -426,6 +426,21 @@ def test_the_gradient_of_each_optimizer_is_compared(
     assert judged.evidence.startswith(f"{whose} of step 1 was {ratio} times that of one process")
 
 
+@pytest.mark.parametrize(("rate", "is_note"), [(0.1, False), (0.05, True)])
+def test_a_learning_rate_makes_up_for_a_sum(tmp_path: Path, rate: float, is_note: bool) -> None:
+    first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
+    runs = []
+    for mode, count, lr in (("solo", 1, 0.1), ("mirrored", 2, rate)):
+        (tmp_path / mode).mkdir()
+        torch.save({"w": torch.ones(3) * count}, tmp_path / mode / "gradients-0-0.pt")
+        step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr])
+        made = run(mode, *[[first, BackwardBegun(at="t.py:1"), step]] * count)
+        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
+    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
+    assert isinstance(judged, FaultFound)
+    assert judged.is_note == is_note
+
+
 @pytest.mark.parametrize(
     ("ratio", "drew", "found"),
     [(0.9, ["torch"], NoFault), (0.9, [], NotJudged), (0.7, ["torch"], NotJudged)],

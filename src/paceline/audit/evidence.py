@@ -174,11 +174,7 @@ class RankLog:
 
         It comes after a forward on the batch of that step, and before the first backward.
         """
-        of_batch = takewhile(
-            lambda e: not isinstance(e, BatchGiven), reversed(self.before_backward)
-        )
-        after = dropwhile(lambda e: not isinstance(e, ForwardBegun), reversed(list(of_batch)))
-        for event in after:
+        for event in dropwhile(lambda e: not isinstance(e, ForwardBegun), self.in_first_batch):
             if isinstance(event, CollectiveBegun) and "gather" in event.op and len(event.shape) > 1:
                 return event
         return None
@@ -208,6 +204,12 @@ class RankLog:
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
         return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))
+
+    @property
+    def in_first_batch(self) -> list[Event]:
+        """The events between the batch of the first backward and that backward."""
+        before = reversed(self.before_backward)
+        return list(takewhile(lambda event: not isinstance(event, BatchGiven), before))[::-1]
 
     @property
     def updates(self) -> list[Update]:

@@ -208,6 +208,14 @@ def _weight_of_ranks(run: Run) -> float | None:
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
+    # Of SGD, the update is then right.
+    steps = [step for each in (case.solo.ranks[0], log) for step in each.optimizer_steps(1)[:1]]
+    rates = [step.lrs[0] for step in steps]
+    is_compensated = (
+        larger
+        and len(rates) == 2
+        and math.isclose(rates[0], rates[1] * count, rel_tol=_NEAR_FACTOR)
+    )
     if larger:
         reduction = _manual_reduction(log)
         why = "it is summed over ranks and not averaged."
@@ -224,7 +232,9 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         why="the effective learning rate depends on the number of processes.",
         fix=fix,
         evidence=figure,
-        effect=f"the gradient is off by a factor of {count if larger else 1 / count:.3g}",
+        effect=f"the gradient is off by a factor of {count if larger else 1 / count:.3g}"
+        + ", and the learning rate makes up for it" * is_compensated,
+        is_note=is_compensated,
     )
 
 
@@ -232,7 +242,7 @@ def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
     """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
     log = (case.replay or case.ordinary).ranks[0]
     solo, own = (each.first(BackwardBegun) or BackwardBegun() for each in (case.solo.ranks[0], log))
-    for event in log.before_backward:
+    for event in log.in_first_batch:
         values = event.values if isinstance(event, CollectiveBegun | CollectiveEnded) else None
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
         if any(math.isclose(x * own.weight, 1.0, rel_tol=1e-4) for x in values or ()):
