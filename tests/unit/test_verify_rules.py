@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
+from paceline.audit.weight_tracer import WeightTracer
 
 
 def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
@@ -784,6 +786,19 @@ def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
     assert of_samples.reductions == []
     assert not metric.gathers_samples
     assert len(metric.reductions) == 1
+
+
+@pytest.mark.parametrize("used_s", [0.0, 99.0])
+def test_lines_are_traced_up_to_a_budget(tmp_path: Path, used_s: float) -> None:
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), cast(Any, SimpleNamespace()), 0)
+    tracer = WeightTracer(progress, cast(Any, SimpleNamespace(called_or_wrapped=list)))
+    tracer._used_s = used_s
+    before = sys.gettrace()
+    try:
+        tracer.start()
+        assert (sys.gettrace() is before) == (used_s > 0)
+    finally:
+        sys.settrace(before)
 
 
 def test_a_script_is_not_sound_if_a_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 torch has no hook for writes to a parameter, and a write through `.data` does not change its version. So
 `sys.settrace` traces the user's lines between two optimizer steps, and after each line a few elements of each
-parameter are compared. Forwards and backwards are not traced, because they take most of the time.
+parameter are compared. Forwards and backwards are not traced, because they take most of the time. In a script
+with many parameters or lines the budget ends the tracing early, and the line may stay unknown.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +23,8 @@ from paceline.data.digest import plain
 
 # Elements of each parameter that are compared; they are spread evenly over it.
 _ELEMENTS = 16
+# The CPU time for all comparisons of a rank; after it, lines are not traced any more.
+_BUDGET_S = 2.0
 
 
 class WeightTracer:
@@ -30,10 +34,11 @@ class WeightTracer:
         self._progress, self._models = progress, models
         self._values: dict[int, Any] = {}
         self._line: tuple[FrameType, int] | None = None  # the one that runs
+        self._used_s = 0.0
 
     def start(self) -> None:
         """Start tracing."""
-        if self._progress.plan.mode != "ordinary":
+        if self._progress.plan.mode != "ordinary" or self._used_s > _BUDGET_S:
             return
         self._values, self._line = self._elements(), None
         for frame in filter(is_user_code, frames()):
@@ -57,11 +62,15 @@ class WeightTracer:
             sys.settrace(tracing)
 
     def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if self._used_s > _BUDGET_S:
+            return None
         if event == "call":
             return self._on_event if is_user_code(frame) else None
         if event in ("line", "return"):
             with self.paused():
+                started_s = time.thread_time()
                 now = self._elements()
+                self._used_s += time.thread_time() - started_s
                 if self._line and any(
                     self._values.get(key, own) != own for key, own in now.items()
                 ):
