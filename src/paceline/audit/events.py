@@ -358,7 +358,7 @@ class StateLoaded(Event):
 class NotReduced(EventInStep):
     """A trained parameter is not reduced by DDP; `frozen`: it was frozen when DDP was built."""
 
-    name: str
+    name: str  # its full name, as in `OptimizerStepBegun.grads`
     frozen: bool = False
 
 

@@ -111,7 +111,8 @@ class Models:
     def report_unreduced(self, steps_done: int) -> None:
         """Record trained parameters that DDP did not know when it was built."""
         for model in self.ddp:
-            for name, parameter in unwrap(model).named_parameters():
+            for parameter in unwrap(model).parameters():
+                name = self.name_of(parameter)
                 known = id(parameter) in self._reduced or name in self._reported
                 if parameter.requires_grad and not known:
                     self._reported.add(name)

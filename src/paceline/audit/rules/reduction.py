@@ -60,10 +60,8 @@ def no_sync_around_backward(case: Case) -> Judgement:
 def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
-    # Full names, such as "model 1: 0.weight".
     trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
-    names = trained | {name.partition(": ")[2] for name in trained}
-    alone = [event for event in log.of(NotReduced) if event.name in names]
+    alone = [event for event in log.of(NotReduced) if event.name in trained]
     if not alone:
         return NoFault("no parameter is trained that a DDP of its model does not reduce.")
     first = alone[0]
