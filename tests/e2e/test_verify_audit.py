@@ -52,6 +52,8 @@ RULES = {
     "79": "metric averaged per rank",
     "81": "gradient N times too large or small",
     "83": "gradient N times too large or small",
+    "84": "weights drift apart",
+    "85": "no shards",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

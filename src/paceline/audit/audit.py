@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.audit.events import BatchGiven, JoinEntered, ModelSeen, PassCut, RankEnded
+from paceline.audit.events import (
+    BatchGiven,
+    JoinEntered,
+    ModelSeen,
+    OptimizerStepEnded,
+    PassCut,
+    RankEnded,
+)
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
@@ -143,7 +150,8 @@ def _judge(rule: Rule, case: Case) -> Judgement:
             "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
         )
     sharded = any(event.layout for log in case.ranks for event in log.of(ModelSeen))
-    if sharded and rule.compares_weights:
+    has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
+    if sharded and not has_whole and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
     if rule.compares_weights and case.updates_apart:
         return NotJudged("each rank updates other parameters, so their steps cannot be compared.")

@@ -337,7 +337,7 @@ class OptimizerStepBegun(Event):
 
 
 class OptimizerStepEnded(Event):
-    """The optimizer took this step. `params` are the digests of its parameters."""
+    """The optimizer took this step. `params` are the digests of its parameters, without sharded ones."""
 
     step: int = 0
     params: Digests = field(default_factory=dict)

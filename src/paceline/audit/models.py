@@ -166,8 +166,12 @@ def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
-    """The digest of each parameter, by name."""
-    return {name: digest(p) for name, p in model.named_parameters() if not is_lazy(p)}
+    """The digest of each parameter, by name; without shards, which are a rank's own."""
+    return {
+        name: digest(p)
+        for name, p in model.named_parameters()
+        if not is_lazy(p) and not isinstance(p, DTensor)
+    }
 
 
 def buffer_digests(model: torch.nn.Module) -> dict[str, int]:

@@ -295,7 +295,11 @@ class LoopHooks:
             self._first_steps += 1
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}
+        digests = {
+            self._models.name_of(p): digest(p)
+            for p in owned_parameters(optimizer)
+            if not isinstance(p, DTensor)
+        }
         number = self._progress.step_number(optimizer)
         self._recorder.write(OptimizerStepEnded(step=number, params=digests))
         self._progress.on_step(optimizer)

@@ -23,7 +23,12 @@ _MIN_FORWARDS = 3
 
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
-    judgement = _judge_loaders(case, in_shards=False) or _inputs_without_loader(case)
+    judgement = _judge_loaders(case, in_shards=False)
+    if judgement is None:
+        judgement = _inputs_of_models(case)
+    elif isinstance(judgement, NotJudged) and not all(log.fetches for log in case.ranks):
+        by_inputs = _inputs_of_models(case)
+        judgement = by_inputs if isinstance(by_inputs, FaultFound) else judgement
     if not isinstance(judgement, FaultFound):
         return judgement
     if _divides_batches(case):
@@ -315,9 +320,12 @@ def _known_by_few_labels(read: list[Any]) -> bool:
     return not isinstance(read[0], tuple) and 2 * len(set(read)) < len(read)
 
 
-def _inputs_without_loader(case: Case) -> Judgement:
-    """A loop without loaders: compare the rows that went into the model."""
-    rows = [[e.rows for e in log.training_forwards if e.rows is not None] for log in case.ranks]
+def _inputs_of_models(case: Case) -> Judgement:
+    """Where the loading of samples is not known: compare the rows that the models were given."""
+    rows = [
+        [e.rows for e in log.training_forwards if e.rows is not None and not e.shared]
+        for log in case.ranks
+    ]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
         return NotJudged(

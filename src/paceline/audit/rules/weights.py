@@ -10,6 +10,7 @@ from paceline.audit.events import (
     DDPBuilt,
     Digests,
     ForwardEnded,
+    ModelSeen,
     OptimizerStepEnded,
     StateLoaded,
     WeightsChanged,
@@ -197,7 +198,9 @@ def drifting_weights(case: Case) -> Judgement:
     if len({step.grads.get(name) for step in steps}) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
-        if bypassing:
+        if any(event.layout == "data" for event in case.ranks[0].of(ModelSeen)):
+            fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
+        elif bypassing:
             at = bypassing[-1].at
             why = "its gradient differs between ranks too: the model was called without its DDP wrapper, so "
             why += "DDP did not reduce the gradients."
