@@ -24,7 +24,7 @@ class Stream(IterableDataset):
 def main():
     dist.init_process_group("gloo")
     data = Stream(dist.get_rank(), dist.get_world_size())
-    loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(data, batch_size=8, num_workers=1, multiprocessing_context="spawn")
     torch.manual_seed(85)
     model = DDP(nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
