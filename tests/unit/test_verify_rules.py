@@ -30,6 +30,7 @@ from paceline.audit.events import (
     CollectiveBegun,
     CollectiveEnded,
     DDPBuilt,
+    EndedByVerify,
     Event,
     Failed,
     ForwardBegun,
@@ -69,6 +70,7 @@ from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
 from paceline.audit.weight_tracer import WeightTracer
+from paceline.verify.report import notes_on
 
 
 def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
@@ -809,6 +811,13 @@ def test_lines_are_traced_up_to_a_budget(tmp_path: Path, used_s: float) -> None:
         assert (sys.gettrace() is before) == (used_s > 0)
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.parametrize(("ended", "noted"), [([], True), ([EndedByVerify()], False)])
+def test_a_failure_after_the_watched_steps_is_noted(ended: list[Event], noted: bool) -> None:
+    failed = Failed(type="ValueError", message="no score\nfor 3", place="t.py:9")
+    notes = notes_on(run("solo", [SeedSet(), *ended, failed]))
+    assert any("failed with ValueError: no score, at t.py:9." in note for note in notes) == noted
 
 
 def test_a_script_is_not_sound_if_a_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,15 @@ from itertools import takewhile
 from typing import Any
 
 from paceline.audit.audit import AuditResult
-from paceline.audit.events import CompileCalled, ForwardBegun, SeedSet, TrainingBuilt, TrainsOn
+from paceline.audit.events import (
+    CompileCalled,
+    EndedByVerify,
+    Failed,
+    ForwardBegun,
+    SeedSet,
+    TrainingBuilt,
+    TrainsOn,
+)
 from paceline.audit.evidence import Run
 from paceline.audit.rules.rule import FaultFound, NoFault, NotJudged
 from paceline.errors import name_ranks
@@ -32,7 +40,7 @@ class VerifyResult:
 
 
 def notes_on(solo: Run) -> list[str]:
-    """What verification changed in the script, and whether the script trains on after the watched steps."""
+    """What verification changed in the script, and what the script does after the watched steps."""
     log = solo.ranks[0]
     uses_paceline = bool(log.of(TrainingBuilt))
     notes = []
@@ -53,6 +61,13 @@ def notes_on(solo: Run) -> list[str]:
         notes.append(
             f"the script trains on after the {watched} steps that were watched, and a fault that comes "
             f"later is not seen. --steps {10 * watched} watches more."
+        )
+    failed = log.first(Failed)
+    if failed is not None and not log.of(EndedByVerify):
+        what = f"{failed.type}: {failed.message.splitlines()[0]}" if failed.message else failed.type
+        notes.append(
+            f"after the watched steps the script failed with {what or f'exit code {failed.code}'}, at "
+            f"{failed.place}. Verification had ended its loaders, which may be the reason."
         )
     return notes
 
