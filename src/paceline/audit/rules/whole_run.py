@@ -89,11 +89,13 @@ def uneven_use(case: Case) -> Judgement:
 def _used_batches(log: RankLog) -> list[BatchGiven]:
     """The training batches, without those that the script skips to resume within a pass."""
     found: list[BatchGiven] = []
+    # No backward follows a batch of the first loader in `for a, b in zip(...)`.
+    followed = {name for (name, _), own in log.passes.items() if any(own.backwards)}
     for (name, _), own in log.passes.items():
         if name in log.training_loaders:
-            # A loader may be one batch ahead; and no backward follows the first of `for a, b in zip(...)`.
-            first = next((i for i, backwards in enumerate(own.backwards) if backwards), 0)
-            found += own.batches[first if first > 1 else 0 :]
+            of_backwards = (i for i, backwards in enumerate(own.backwards) if backwards)
+            first = next(of_backwards, len(own.batches)) if name in followed else 0
+            found += own.batches[first if first > 1 else 0 :]  # a loader may be one batch ahead
     return found
 
 
