@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -116,6 +117,72 @@ def test_any_metric_and_predictions_in_order(nproc: int) -> None:
                 assert got[name] == pytest.approx(one[name], rel=1e-5), name
 
 
+class _Stream:
+    """An iterable of batches, of which each rank scores every n-th."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _with_list_states(job: Any, name: str) -> list[Any]:
+    """A result per image, from a list state with an entry for each image, of differing shapes."""
+    from torchmetrics import CatMetric, Metric
+    from torchmetrics.text import ROUGEScore
+
+    class MeanOfMaxima(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("boxes", default=[], dist_reduce_fx=None)
+
+        def update(self, boxes: list[torch.Tensor]) -> None:
+            self.boxes += boxes
+
+        def compute(self) -> torch.Tensor:
+            return torch.stack([each.max() for each in self.boxes]).mean()
+
+    images = [torch.arange(i % 3 + 1.0) + i for i in range(9)]
+    if name == "stream":
+        data: Any = _Stream([images[i : i + 2] for i in range(0, 9, 2)])
+    else:
+        data = images
+    metrics = {
+        "maxima": MeanOfMaxima(),
+        "all": CatMetric(),
+        "rouge": ROUGEScore(rouge_keys="rouge1"),
+    }
+
+    def score(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
+        texts = [f"a text of {int(each.sum()) % 4} words" for each in batch]
+        return {
+            "maxima": (batch,),
+            "all": (torch.cat(batch),),
+            "rouge": (texts, ["a text of 1 words"] * len(batch)),
+        }
+
+    collate = None if name == "stream" else list
+    options: dict[str, Any] = {} if name == "stream" else {"micro_batch": 2, "collate": collate}
+    result = paceline.evaluate(job, _model(), data, score, metrics=metrics, **options)
+    rouge = {key: float(value) for key, value in result.rouge.items()}
+    return [float(result.maxima), result.all.tolist(), rouge]
+
+
+def _with_all_list_states(job: Any) -> list[Any]:
+    return [_with_list_states(job, name) for name in ("samples", "stream")]
+
+
+def test_list_states_of_metrics_keep_their_entries_and_order() -> None:
+    (want,) = run_ranks(_with_all_list_states, nproc=1)
+    images = [torch.arange(i % 3 + 1.0) + i for i in range(9)]
+    assert want[0][0] == sum(float(each.max()) for each in images) / 9
+    assert want[0][1] == torch.cat(images).tolist()
+    assert want[1] == want[0]
+    for got in run_ranks(_with_all_list_states, nproc=3):
+        assert got == want
+
+
 def _bad(job: Any, kind: str) -> None:
     scored: list[int] = []
 
@@ -129,6 +196,8 @@ def _bad(job: Any, kind: str) -> None:
             return {"r": model(x).sum()}
         if kind == "name":
             return {"values": 1.0}
+        if kind == "texts":
+            return {"r": ("text",)}
         if kind == "pairs":
             scored.append(len(x))
             return {"r": (1.0, len(x)) if len(scored) == 1 else 1.0}
@@ -147,6 +216,21 @@ def _bad(job: Any, kind: str) -> None:
         from torchmetrics import MeanMetric
 
         metrics = {"r": MeanMetric()}
+    elif kind == "texts":
+        from torchmetrics import Metric
+
+        class Texts(Metric):
+            def __init__(self) -> None:
+                super().__init__()
+                self.add_state("texts", default=[], dist_reduce_fx=None)
+
+            def update(self, text: str) -> None:
+                self.texts.append(text)
+
+            def compute(self) -> int:
+                return len(self.texts)
+
+        metrics = {"r": Texts()}
     paceline.evaluate(job, _model(), data, score, micro_batch=2, metrics=metrics)
 
 
@@ -160,6 +244,7 @@ WRONG = {
     "lengths": "EvaluationError",
     "name": "EvaluationError",
     "pairs": "EvaluationError",
+    "texts": "EvaluationError",
 }
 
 
@@ -167,6 +252,7 @@ WRONG = {
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+        assert "'texts' of Texts has entries of type str" in found["texts"][1]
 
 
 def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:

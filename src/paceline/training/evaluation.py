@@ -7,9 +7,11 @@ for bit equal for any number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -174,12 +176,10 @@ def evaluate(
     if isinstance(share, EvaluationStream):
         share.check()
     values: dict[str, Any] = _add_up(job, results, share.num_samples, share.num_batches)
-    num_updates = [len(each.batches) for each in results]
     for name, metric in copies.items():
-        values[name] = _merge_metric(job, metric, num_updates)
+        values[name] = _merge_metric(job, metric, results)
     for name, own in rows.items():
-        whole = _concatenate_ranks(job, torch.cat(own) if own else None)
-        values[name] = _sorted_by_batch(whole, results)
+        values[name] = _merge_rows(job, own, results)
     return Evaluation(share.num_samples, values)
 
 
@@ -364,43 +364,104 @@ def _add_up(
     return values
 
 
-def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
-    """The rows of all ranks, in rank order, on the CPU; a rank without rows passes None.
+def _merge_rows(job: Job, own: list[torch.Tensor], results: list[_RankResults]) -> torch.Tensor:
+    """The rows of all samples, in their order, on the CPU; `own` has those of each batch of this rank.
 
     Raises:
         EvaluationError: on all ranks, if dtypes or shapes of rows differ.
     """
-    own = None if rows is None else {"dtype": str(rows.dtype), "shape": list(rows.shape)}
-    described = collectives.gather_reports(job, own)
-    present = [d for d in described if d is not None]
-    if not present:
-        return torch.empty(0)
-    kinds = {(d["dtype"], tuple(d["shape"][1:])) for d in present}
+    (pieces,) = _merge_lists([_gather_lists(job, own, "the list of rows")], results)
+    kinds = {(str(piece.dtype), tuple(piece.shape[1:])) for piece in pieces}
     if len(kinds) > 1:
         raise EvaluationError(
-            f"ranks returned rows of different dtypes or shapes: {sorted(map(str, kinds))}.",
+            f"the score returned rows of different dtypes or shapes: {sorted(map(str, kinds))}.",
             fix="return rows of one dtype and shape for every batch.",
         )
-    dtype: torch.dtype = getattr(torch, present[0]["dtype"].removeprefix("torch."))
-    row_shape = present[0]["shape"][1:]
-    counts = [0 if d is None else d["shape"][0] for d in described]
-    padded = torch.zeros([max(counts), *row_shape], dtype=dtype)
-    if rows is not None:
-        padded[: len(rows)] = rows.detach().cpu()
+    return torch.cat(pieces)
+
+
+def _gather_lists(job: Job, own: list[Any], what: str) -> list[list[torch.Tensor]]:
+    """The list of tensors of each data rank, on the CPU; numbers, dtypes and shapes may differ.
+
+    Raises:
+        EvaluationError: on all ranks, if an entry is no tensor.
+    """
+    described = collectives.gather_reports(
+        job,
+        [
+            [str(entry.dtype).removeprefix("torch."), list(entry.shape)]
+            if isinstance(entry, torch.Tensor)
+            else type(entry).__name__
+            for entry in own
+        ],
+    )
+    others = [kind for kinds in described for kind in kinds if isinstance(kind, str)]
+    if others:
+        raise EvaluationError(
+            f"{what} has entries of type {others[0]}, but ranks exchange only tensors.",
+            fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
+        )
+    layouts = [[(getattr(torch, dtype), shape) for dtype, shape in kinds] for kinds in described]
+    sizes = [[dtype.itemsize * math.prod(shape) for dtype, shape in each] for each in layouts]
     # Gloo has no bool; bytes carry every dtype.
-    parts = _gather_tensors(job, padded.reshape(-1).view(torch.uint8))
-    whole = [
-        part.view(dtype).reshape(padded.shape)[:count]
-        for part, count in zip(parts, counts, strict=True)
-    ]
-    return torch.cat(whole)
+    padded = torch.zeros(max(1, *map(sum, sizes)), dtype=torch.uint8)
+    if own:
+        whole = torch.cat([_bytes_of(entry) for entry in own])
+        padded[: len(whole)] = whole
+    entries = []
+    for part, layout, part_sizes in zip(_gather_tensors(job, padded), layouts, sizes, strict=True):
+        pieces = torch.split(part[: sum(part_sizes)], part_sizes) if layout else ()
+        # The copy is aligned, as `view` needs it.
+        entries.append(
+            [
+                piece.clone().view(dtype).reshape(shape)
+                for piece, (dtype, shape) in zip(pieces, layout, strict=True)
+            ]
+        )
+    return entries
 
 
-def _sorted_by_batch(rows: torch.Tensor, results: list[_RankResults]) -> torch.Tensor:
-    """The rows of all batches in the order of the batches; `rows` holds them in rank order."""
-    batches = [(index, count) for each in results for index, count in each.batches]
-    pieces = torch.split(rows, [count for _, count in batches])
-    return torch.cat([pieces[i] for i in sorted(range(len(batches)), key=lambda i: batches[i][0])])
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _batch_sizes(
+    entries: list[list[torch.Tensor]], results: list[_RankResults]
+) -> list[int] | None:
+    """The number of entries of each batch, if each batch or each sample has one; else None."""
+    numbers = [len(own) for own in entries]
+    if numbers == [len(each.batches) for each in results]:
+        return [1 for each in results for _ in each.batches]
+    if numbers == [sum(count for _, count in each.batches) for each in results]:
+        return [count for each in results for _, count in each.batches]
+    return None
+
+
+def _in_batch_order(
+    entries: list[list[torch.Tensor]], sizes: list[int], results: list[_RankResults]
+) -> list[torch.Tensor]:
+    """The entries of all ranks in the order of the batches; `sizes` is from `_batch_sizes`."""
+    rest = iter(chain(*entries))
+    indices = [index for each in results for index, _ in each.batches]
+    by_batch = {index: list(islice(rest, size)) for index, size in zip(indices, sizes, strict=True)}
+    return [entry for index in sorted(by_batch) for entry in by_batch[index]]
+
+
+def _merge_lists(
+    lists: list[list[list[torch.Tensor]]], results: list[_RankResults]
+) -> list[list[torch.Tensor]]:
+    """The list states of a metric, each with the entries of all ranks.
+
+    They are in the order of the batches if each state has an entry for each batch or for each sample.
+    Otherwise all are in the order of the ranks, which is the same for a map-style dataset: entries of
+    different states may belong together.
+    """
+    sizes = [_batch_sizes(entries, results) for entries in lists]
+    known = [each for each in sizes if each is not None]
+    if len(known) < len(lists):
+        return [list(chain(*entries)) for entries in lists]
+    return [_in_batch_order(*each, results) for each in zip(lists, known, strict=True)]
 
 
 def _gather_tensors(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -409,28 +470,33 @@ def _gather_tensors(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [everyone[rank] for rank in job.data.reporters]
 
 
-def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
+def _merge_metric(job: Job, metric: Any, results: list[_RankResults]) -> Any:
     """The value of a torchmetrics metric over the updates of all ranks, equal on all ranks.
 
-    Reduces each state as the metric declares, as torchmetrics does. But ranks without updates are left out,
-    because their default states would change stacked states, and lists may have different lengths.
+    Reduces tensor states as the metric declares, as torchmetrics does. But ranks without updates are left
+    out, because their default states would change stacked states. A list state gets the entries of all
+    ranks, whatever its reduction: that is what one process would have.
     """
     if hasattr(metric, "items"):  # a collection
-        return {name: _merge_metric(job, part, num_updates) for name, part in metric.items()}
-    busy = [rank for rank, count in enumerate(num_updates) if count]
+        return {name: _merge_metric(job, part, results) for name, part in metric.items()}
+    busy = [rank for rank, each in enumerate(results) if each.batches]
     reductions = torch_private.attribute("torchmetrics.Metric._reductions", metric)
     if reductions is None:
         raise EvaluationError(
             f"the states of {type(metric).__name__} are unknown, so ranks cannot add them up.",
             fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
         )
+    lists = {name: state for name in reductions if isinstance(state := getattr(metric, name), list)}
+    gathered = [
+        _gather_lists(job, state, f"the state {name!r} of {type(metric).__name__}")
+        for name, state in lists.items()
+    ]
+    for name, entries in zip(lists, _merge_lists(gathered, results), strict=True):
+        setattr(metric, name, [entry.to(metric.device) for entry in entries])
     for name, reduction in reductions.items():
-        state = getattr(metric, name)
-        if isinstance(state, list):
-            rows = [part.reshape(1) if part.dim() == 0 else part for part in state]
-            whole = _concatenate_ranks(job, torch.cat(rows) if rows else None)
-            setattr(metric, name, [whole.to(metric.device)])
+        if name in lists:
             continue
+        state = getattr(metric, name)
         parts = _gather_tensors(job, state.detach().cpu())
         stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
         if reduction is None:
