@@ -96,7 +96,9 @@ def default_count(samples: int, kind: str, reduction: Reduction, where: Callable
 
 
 def as_sum(loss: torch.Tensor, count: int | torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The sum over `count` tokens, shape (); 0 if there are none, whose mean is NaN."""
+    """The sum of the losses, shape (), float32 or wider; 0 if the count is 0 and the mean is NaN."""
+    if loss.dtype.itemsize < 4:  # sums of a step need more bits and range than half precision has
+        loss = loss.float()
     total = loss * count if reduction == "mean" else loss
     if isinstance(count, torch.Tensor):
         return torch.where((count == 0) & total.isnan(), torch.zeros_like(total), total)
