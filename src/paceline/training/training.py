@@ -205,7 +205,7 @@ class Training:
         attribute `is_optional` that is True.
 
         Raises:
-            ConfigError: an object has not both methods.
+            ConfigError: an object has not both methods, or another one is kept under its name.
             StepError: the training has resumed already, so the states were not loaded.
 
         Collective: all ranks, before `steps` and `resume`.

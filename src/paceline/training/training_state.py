@@ -44,7 +44,11 @@ class TrainingState:
                     f"keep({name}=...): the object has no state_dict and load_state_dict methods.",
                     fix="give it both methods, or leave it out.",
                 )
-            self._kept[name] = thing
+            if self._kept.setdefault(name, thing) is not thing:
+                raise ConfigError(
+                    f"keep({name}=...): another object is kept under this name.",
+                    fix="give each object a name of its own.",
+                )
 
     def save(self, number: int, position: Position) -> dict[str, Any]:
         """The state after step `number`; the next step starts at `position`.
