@@ -31,6 +31,7 @@ import paceline
 from paceline.clock.step_clock import OTHER, clock
 from paceline.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     GradientError,
     LossError,
@@ -668,6 +669,75 @@ def _keep_late(job: Any, folder: str) -> str:
 def test_keep_after_the_training_has_resumed_is_refused(tmp_path: Path) -> None:
     (text,) = run_ranks(_keep_late, str(tmp_path), nproc=1)
     assert "before training.steps" in text
+
+
+def _load_an_earlier_step(job: Any, folder: str) -> list[int]:
+    first = _training(job, checkpoints=paceline.Checkpoints(folder))
+    _run(first, until=1)
+    saved = first.state_dict()
+    _run(first, until=3)
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    training.load_state_dict(saved)
+    with pytest.raises(StepError, match="after the training had resumed"):
+        training.keep(late=_model())
+    numbers = []
+    for step in training.steps(until=3):
+        backwards(training, step)
+        step.update()
+        numbers.append(step.number)
+    return numbers
+
+
+def test_steps_continue_from_a_state_that_was_loaded_explicitly(tmp_path: Path) -> None:
+    for numbers in run_ranks(_load_an_earlier_step, str(tmp_path), nproc=2):
+        assert numbers == [2, 3]
+
+
+def _keep_twice(job: Any) -> str:
+    training = _training(job)
+    ema = _model()
+    training.keep(ema=ema)
+    training.keep(ema=ema)
+    with pytest.raises(ConfigError) as raised:
+        training.keep(ema=_model())
+    return str(raised.value)
+
+
+def test_another_object_under_the_name_of_a_kept_one_is_refused() -> None:
+    (text,) = run_ranks(_keep_twice, nproc=1)
+    assert "keep(ema=...): another object is kept under this name" in text
+
+
+def _half(job: Any, dtype: torch.dtype, reduction: Any) -> float:
+    """The logged loss of a step whose losses are sums that their dtype cannot hold."""
+    model = paceline.ddp(job, nn.Linear(4, 2).to(dtype))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    data = make_data(1024, dtype) if reduction == "sum" else make_data(40000, dtype)
+    batches = paceline.Batches(
+        job, data, global_batch=len(data), micro_batch=1 if reduction == "sum" else None
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = paceline.Training(job, model, optimizer, batches)
+    for step in training.steps(until=1):
+        for x, _ in step:
+            losses = F.cross_entropy(model(x), torch.zeros(len(x)).long(), reduction="none")
+            loss = losses.sum() if reduction == "sum" else losses.mean() + 8.0
+            step.backward(loss, count=len(x), reduction=reduction)
+        step.update()
+        return float(step.loss)
+    raise AssertionError
+
+
+def _halves(job: Any) -> list[float]:
+    return [_half(job, torch.bfloat16, "sum"), _half(job, torch.float16, "mean")]
+
+
+def test_losses_of_models_in_half_precision_are_added_in_float32() -> None:
+    (found,) = run_ranks(_halves, nproc=1)
+    # each loss is ln 2 in 8 or 11 bits
+    assert found == pytest.approx([math.log(2), 8 + math.log(2)], rel=4e-3)
 
 
 def _mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

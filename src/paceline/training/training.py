@@ -355,16 +355,21 @@ class Training:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of an earlier step or run, of any number of ranks.
 
-        The next save moves checkpoints of the same and later steps away, because it replaces them.
+        Loads the newest checkpoint first, as `resume`, so `steps` continues from `saved`. The next save moves
+        checkpoints of the same and later steps away, because it replaces them. A program that begins with a
+        saved state, and must resume from its own checkpoints when it is started again, calls `resume` and
+        then loads the state only if `number` is 0.
 
         Raises:
-            CheckpointError: the state does not fit this training; nothing was changed.
+            CheckpointError: the state does not fit this training; nothing was changed. An object given to
+                `keep` may raise errors of its own: then models and optimizers are loaded already.
             StepError: a step is in progress.
 
         Collective: all ranks, same state.
         """
         self._refuse_in_step("load_state_dict")
         self.job.settle()
+        self.resume()  # here, because `steps` would replace the state by that of a checkpoint
         self._load(saved)
         if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
@@ -691,11 +696,10 @@ class Training:
             size_bytes=self._state.size_bytes(),
         )
         before = self._state.settings()
-        if saved is not None:
-            self._load(saved)
-        self._is_resumed = True
         if saved is None:
+            self._is_resumed = True
             return
+        self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
         for changes in self._state.changes_of_settings(before):
             log.logger.info(
