@@ -25,6 +25,7 @@ from small_trainings import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -623,6 +624,42 @@ def test_an_export_after_one_rank_left_the_loop_names_it(tmp_path: Path) -> None
     )
     for outcome in outcomes:
         assert "rank 0 left the training loop after step 2" in str(outcome.error)
+    assert not list(tmp_path.iterdir())
+
+
+def _alone(job: Any, call: str, folder: str, in_loop: bool) -> None:
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = ReduceLROnPlateau(optimizer)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(job, model, optimizer, batches, schedule=plateau)
+
+    def act() -> None:
+        if job.rank == 0:
+            if call == "export":
+                training.export(f"{folder}/model.pth")
+            else:
+                training.step_schedule(1.0)
+
+    for step in training.steps(epochs=1):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and in_loop:
+            act()
+    if not in_loop:
+        act()
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+@pytest.mark.parametrize("call", ["export", "step_schedule"])
+def test_an_export_or_a_metric_of_one_rank_is_named(
+    call: str, in_loop: bool, tmp_path: Path
+) -> None:
+    outcomes = run_failing_ranks(
+        _alone, call, str(tmp_path), in_loop, nproc=2, timeout_s=40, deadline_s=30
+    )
+    assert isinstance(outcomes[0].error, StepError)
+    assert f"rank 1 did not call `training.{call}` at this point" in str(outcomes[0].error)
     assert not list(tmp_path.iterdir())
 
 

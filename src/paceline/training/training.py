@@ -29,7 +29,7 @@ from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
-from paceline.errors import ConfigError, StepError
+from paceline.errors import ConfigError, StepError, refuse_different_values
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
@@ -402,6 +402,7 @@ class Training:
         Raises:
             ConfigError: the schedule takes no metric, or the optimizer is not of this training.
             RankDisagreement: the ranks gave different values.
+            StepError: a rank ended the step without the call.
 
         Collective: all ranks, same metric.
         """
@@ -409,8 +410,16 @@ class Training:
             optimizer = self.optimizers[0]
         for trained in self._context.optimizers:
             if trained.optimizer is optimizer:
+                values = collectives.gather_in_step(
+                    self.job,
+                    "step_schedule",
+                    repr(float(metric)),
+                    action="call `training.step_schedule` at this point",
+                    why="the ranks must have the same learning rate.",
+                    fix="call it on every rank, without `if job.rank == 0`.",
+                )
                 fix = "give the result of `evaluate`, or add the ranks' values up first."
-                collectives.agree(self.job, "metric of the schedule", repr(float(metric)), fix=fix)
+                refuse_different_values("metric of the schedule", values, fix=fix)
                 trained.schedule.step_metric(float(metric))
                 return
         raise ConfigError(
@@ -456,13 +465,14 @@ class Training:
     def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
 
-        Collective: all ranks, between steps or after them.
-
         Args:
             number: The index of the model, in a training of several models.
 
         Raises:
             ConfigError: there are several models and no `number`, or there is no such model.
+            StepError: a rank ended the step, or left the job, without the call.
+
+        Collective: all ranks, at the same point: outside the loop, or in it after `update`.
         """
         count = len(self.models)
         if (number is None and count > 1) or not 0 <= (number or 0) < count:
@@ -474,6 +484,14 @@ class Training:
                 else "leave `number` out.",
             )
         self.job.settle()
+        collectives.gather_in_step(
+            self.job,
+            "export",
+            None,
+            action="call `training.export` at this point",
+            why="the ranks collect the weights together.",
+            fix="call it on every rank, without `if job.rank == 0`; only rank 0 writes the file.",
+        )
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
         weights = self._context.strategy.whole_state(model)
