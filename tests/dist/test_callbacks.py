@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import paceline
 from paceline.testing import run_failing_ranks, run_ranks
+from paceline.training.callbacks import Callbacks
 
 
 def _net() -> nn.Module:
@@ -282,3 +283,18 @@ def test_wrong_options_are_refused_on_all_ranks() -> None:
         assert "has no number 'accuracy'" in found["metric"][1]
         assert found["metric"][1].count("fix:") == 1
         assert "BestCheckpoint needs a folder" in found["folder"][1]
+
+
+class _Named(paceline.Callback):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is": id(self)}
+
+
+def test_every_callback_has_a_name_of_its_own() -> None:
+    given = [_Named(name) for name in ("x", "x", "x-2", "x")]
+    state = Callbacks(given).state_dict()
+    assert list(state) == ["x", "x-2", "x-2-2", "x-3"]
+    assert [each["is"] for each in state.values()] == [id(callback) for callback in given]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -161,12 +160,14 @@ class Callbacks:
                     f"{callback!r} is not a callback.",
                     fix="pass objects of subclasses of paceline.Callback.",
                 )
-        seen: Counter[str] = Counter()
         self._named: dict[str, Callback] = {}
         for callback in callbacks:
-            name = callback.name or type(callback).__name__
-            seen[name] += 1
-            self._named[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
+            name = unique = callback.name or type(callback).__name__
+            number = 1
+            while unique in self._named:
+                number += 1
+                unique = f"{name}-{number}"
+            self._named[unique] = callback
         if sum(isinstance(callback, BestCheckpoint) for callback in callbacks) > 1:
             raise ConfigError(
                 "two BestCheckpoints were given.",
