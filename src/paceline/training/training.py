@@ -375,6 +375,7 @@ class Training:
     def _load(self, saved: dict[str, Any]) -> None:
         self.number, self._start = self._state.load(saved)
         self._last = None
+        self._is_resumed = True
         self._replicas.reset()
 
     def _refuse_in_step(self, what: str) -> None:
