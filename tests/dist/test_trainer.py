@@ -235,7 +235,13 @@ def _stop(job: Any) -> int:
     return trainer.fit(9).epochs
 
 
+def _never(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
 WRONG: dict[str, dict[str, Any]] = {
+    "loss of a number": {"loss": 5},
+    "bound below 0, before the first forward": {"loss": _never, "clip_norm": -1.0},
     "loss per sample": {"loss": nn.CrossEntropyLoss(reduction="none")},
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
     "callback": {"callbacks": [print]},
@@ -248,7 +254,10 @@ WRONG: dict[str, dict[str, Any]] = {
 def _fit(job: Any, kind: str) -> None:
     options = {"loss": F.cross_entropy, "data": make_data(26), **WRONG[kind]}
     resume = options.pop("resume", "auto")
-    paceline.Trainer(_net, optimizer=_adam, global_batch=4, **options).fit(1, resume=resume)
+    trainer = {name: value for name, value in options.items() if name != "clip_norm"}
+    paceline.Trainer(_net, optimizer=_adam, global_batch=4, **trainer).fit(
+        1, resume=resume, clip_norm=options.get("clip_norm")
+    )
 
 
 def _each(job: Any) -> tuple[list[float], list[float], int, int]:

@@ -819,6 +819,11 @@ WRONG = {
     "static graph": "ConfigError",
     "frozen": "ConfigError",
     "not wrapped": "ConfigError",
+    "text as model": "ConfigError",
+    "text as optimizer": "ConfigError",
+    "dataset as batches": "ConfigError",
+    "flops": "ConfigError",
+    "vector as count": "CountError",
 }
 _LOSSES: dict[str, Any] = {
     "mean": _mean,
@@ -835,6 +840,16 @@ _LOSSES: dict[str, Any] = {
 
 
 def _wrong(job: Any, kind: str) -> None:
+    if kind in ("text as model", "text as optimizer", "dataset as batches"):
+        net = paceline.ddp(job, _model())
+        given: Any = {
+            "model": net,
+            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+            "batches": paceline.Batches(job, make_data(), global_batch=6),
+        }
+        text, _, name = kind.split()
+        given[name] = "adam" if text == "text" else make_data()
+        paceline.Training(job, **given)
     if kind in ("frozen", "not wrapped"):
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -845,6 +860,8 @@ def _wrong(job: Any, kind: str) -> None:
     count = "tokens" if "tokens" in kind else "samples"
     training = _training(job, count=count, static_graph=kind == "static graph")
     previous: Any = None
+    if kind == "flops":
+        training.report(flops="3")  # type: ignore[arg-type]
     for step in training.steps(epochs=1):
         if kind.startswith("run "):
             step.run(lambda batch: loss_sum(training.models[0], batch))
@@ -852,6 +869,8 @@ def _wrong(job: Any, kind: str) -> None:
             n: Any = {"count": len(y) + 1, "negative tokens": -1, "zero tokens": 0}.get(
                 kind, len(y)
             )
+            if kind == "vector as count":
+                n = torch.tensor([len(y), len(y)])
             if kind == "mean of tokens":
                 n = (y >= 0).sum()
             loss = _LOSSES.get(kind, lambda out, y: _each(out, y).sum())(training.models[0](x), y)

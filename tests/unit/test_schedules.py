@@ -40,6 +40,36 @@ def test_what_is_no_schedule_is_named(schedule: Any, text: str) -> None:
         trained_schedules(schedule, [_optimizer()])
 
 
+class _ByEpochNumber:
+    """As timm's schedulers: the caller counts."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise AssertionError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_scheduler_whose_step_needs_an_argument_is_refused() -> None:
+    optimizer = _optimizer()
+    with pytest.raises(ConfigError, match="`step` of _ByEpochNumber needs the argument 'epoch'"):
+        TrainedSchedule(optimizer, _ByEpochNumber(optimizer))  # type: ignore[arg-type]
+
+    class Nothing:
+        pass
+
+    nothing: Any = Nothing()
+    nothing.optimizer = optimizer
+    with pytest.raises(ConfigError, match="is no schedule"):
+        TrainedSchedule(optimizer, nothing)
+
+
 @pytest.mark.parametrize("has_metric", [False, True])
 def test_a_plateau_without_a_metric_is_named_after_two_epochs(
     has_metric: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

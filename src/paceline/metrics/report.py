@@ -61,7 +61,7 @@ class Report:
 
     def open(
         self,
-        folder: str | None,
+        folder: str | Path | None,
         *,
         progress: bool,
         tensorboard: bool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,8 @@ class TrainedSchedule:
                 fix="give ReduceLROnPlateau alone, and call training.step_schedule(metric).",
             )
         is_class = isinstance(inner, type)
-        if inner is not None and (is_class or not (callable(inner) or hasattr(inner, "optimizer"))):
+        is_scheduler = hasattr(inner, "optimizer") and callable(getattr(inner, "step", None))
+        if inner is not None and (is_class or not (callable(inner) or is_scheduler)):
             raise ConfigError(
                 f"{inner.__name__ if is_class else repr(inner)} is no schedule.",
                 fix="give a scheduler of torch, such as StepLR(optimizer, 10), or a function from the number "
@@ -66,6 +68,8 @@ class TrainedSchedule:
                 "the schedule belongs to another optimizer.",
                 fix="create the schedule from the optimizer that you give to Training, in the same order.",
             )
+        if inner is not None and not self.needs_metric:
+            _refuse_arguments(inner)
         self.scheduler: Any = inner
         self._epochs_without_metric = 0
         self._count = _count(self.scheduler)
@@ -137,6 +141,21 @@ class TrainedSchedule:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
             self._count = _count(self.scheduler)
+
+
+def _refuse_arguments(scheduler: Any) -> None:
+    """Raise ConfigError if the `step` of a scheduler cannot be called without arguments."""
+    for name, parameter in inspect.signature(scheduler.step).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise ConfigError(
+                f"`step` of {type(scheduler).__name__} needs the argument {name!r}.",
+                why="a training calls it without arguments.",
+                fix="give a scheduler of torch, or a function from the number of optimizer steps to a factor "
+                "of the learning rate.",
+            )
 
 
 def _count(scheduler: Any) -> int:

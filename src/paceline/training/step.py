@@ -421,6 +421,14 @@ class Step:
                     where=self._where(),
                     fix="pass the number of samples, or of tokens, that the loss is a sum over.",
                 ) from None
+        elif count.numel() != 1:
+            raise CountError(
+                f"count must be an integer or a tensor of shape (), got shape {tuple(count.shape)}.",
+                where=self._where(),
+                fix="pass the sum of the counts: count.sum().",
+            )
+        else:
+            count = count.reshape(())
         if self.number < context.check_losses_until:
             known = int(count) if weight.is_on_host(count) else None
             length = record.trained.sample_length if context.count == "samples" else None

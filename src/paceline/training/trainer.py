@@ -41,6 +41,7 @@ from paceline.training.callbacks import (
     number_of,
     numbers_of,
 )
+from paceline.training.clipping import Clipping
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step
@@ -232,6 +233,8 @@ class Trainer:
 
         Collective: all ranks, same arguments.
         """
+        if clip_norm is not None:
+            Clipping(norm=clip_norm, norm_type=2.0, value=None)  # refuses a wrong bound now
         joined = current()
         mesh = self.strategy if isinstance(self.strategy, Mesh) else None
         with contextlib.nullcontext(joined) if joined else join(seed=seed, mesh=mesh) as job:
@@ -441,6 +444,11 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
         return loss
     if isinstance(loss, PerToken):
         return loss
+    if not callable(loss):
+        raise ConfigError(
+            f"loss must be a function of output and target, got {loss!r}.",
+            fix="loss=torch.nn.functional.cross_entropy",
+        )
     try:
         has_reduction = "reduction" in inspect.signature(loss).parameters
     except ValueError:

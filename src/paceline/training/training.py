@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -60,6 +61,8 @@ STRATEGIES[:0] = [ExactStrategy, Strategy, PackedStrategy, DDPStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
+
+T = TypeVar("T")
 
 
 class Training:
@@ -127,10 +130,17 @@ class Training:
                 f"checkpoints must be a paceline.Checkpoints, got {type(checkpoints).__name__}.",
                 fix='checkpoints=paceline.Checkpoints("runs/x/checkpoints", every_epochs=1)',
             )
+        if not isinstance(batches, Batches):
+            raise ConfigError(
+                f"batches must be a paceline.Batches, got {type(batches).__name__}.",
+                fix="paceline.Batches(job, dataset, global_batch=64)",
+            )
         self.job = job
         self.batches = batches
-        self.models = [model] if isinstance(model, nn.Module) else list(model)
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.models = _as_list("model", model, nn.Module, "paceline.ddp(job, model)")
+        self.optimizers = _as_list(
+            "optimizer", optimizer, Optimizer, "torch.optim.AdamW(model.parameters())"
+        )
         self.reproducible = reproducible
         self.number = 0
         self._control = Control(job)
@@ -221,7 +231,7 @@ class Training:
 
     def report(
         self,
-        folder: str | None = None,
+        folder: str | Path | None = None,
         *,
         progress: bool = False,
         tensorboard: bool = False,
@@ -243,6 +253,7 @@ class Training:
         Raises:
             ConfigError: the folder cannot be made, something that is given is not a logger, or `flops` is
                 not above 0.
+            StepError: called inside the loop.
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
@@ -252,7 +263,7 @@ class Training:
                 where=self.job.where(),
                 fix="call it before the loop.",
             )
-        if flops is not None and not 0 < flops < math.inf:
+        if flops is not None and not _is_positive(flops):
             raise ConfigError(f"flops must be a number above 0, got {flops!r}.")
         self._report.open(
             folder, progress=progress, tensorboard=tensorboard, loggers=loggers, flops=flops
@@ -767,6 +778,29 @@ class Training:
         self._finish()
         preempted.step = self.number
         self._log_preempted(preempted)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and 0 < float(value) < math.inf
+
+
+def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
+    """One object or several as a list.
+
+    Raises:
+        ConfigError: what is given is neither.
+    """
+    several = [given] if isinstance(given, kind) else given
+    if not isinstance(several, Iterable) or isinstance(several, str):
+        several = [None]
+    several = list(several)
+    if not all(isinstance(each, kind) for each in several):
+        raise ConfigError(
+            f"{name} must be a torch.{'nn.Module' if kind is nn.Module else 'optim.Optimizer'}, or a list of "
+            f"them, got {given!r}.",
+            fix=f"{name} = {example}",
+        )
+    return several
 
 
 def _leave(reference: weakref.ref[Training]) -> None:
