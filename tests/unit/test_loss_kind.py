@@ -14,6 +14,7 @@ from paceline.training.weight import (
     check_count,
     discard_gradients,
     has_no_gradient,
+    reported_count,
 )
 
 COUNT = 8
@@ -80,3 +81,9 @@ def test_discarded_gradients_are_zeros_until_the_hooks_are_removed() -> None:
         hook.remove()
     loss.backward()
     assert p.grad.isnan().all()
+
+
+@pytest.mark.parametrize("count", [4, torch.tensor(4)])
+def test_a_step_in_which_an_optimizer_has_no_tokens_reports_a_count_of_0(count: Any) -> None:
+    for totals, want in (([8.0, 3.0], 4), ([8.0, 0.0], 0), ([0.0, 8.0], 0)):
+        assert int(reported_count(count, torch.tensor(totals))) == want

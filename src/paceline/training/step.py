@@ -640,8 +640,12 @@ class Step:
         return self._num_begun > 0
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        record = next(each for each in self._records if not each.is_skipped)
-        return record.loss, record.count
+        used = [i for i, each in enumerate(self._records) if not each.is_skipped]
+        record, totals = self._records[used[0]], self._count_totals
+        if len(used) == 1 or totals is None or totals.device.type == "cpu":
+            return record.loss, record.count
+        # On a device `update` does not read the totals; those of the other optimizers may be 0 too.
+        return record.loss, weight.reported_count(record.count, totals[used])
 
     def _record_of(self, optimizer: torch.optim.Optimizer | None) -> _Record:
         if optimizer is None:

@@ -49,6 +49,11 @@ def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tens
     return collectives.all_reduce(job, torch.stack([count.reshape(()) for count in each]))
 
 
+def reported_count(count: float | torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """`count`, or 0 if a total is 0; does not wait for the device. The control word refuses a count of 0."""
+    return torch.as_tensor(count, device=totals.device) * (totals > 0).all()
+
+
 def token_factor(
     total: torch.Tensor, token_divisor: float, where: Callable[[], str], step: int
 ) -> torch.Tensor:
