@@ -175,6 +175,11 @@ NAMES = (
         of_objects=True,
     ),
     PrivateName(
+        "torch.amp.GradScaler._found_inf_per_device",
+        why="the scaler has no public way to tell which of several optimizers it did not step",
+        without="schedules also advance in steps that the loss scaler skips",
+    ),
+    PrivateName(
         "torchmetrics.Metric._reductions",
         why="torchmetrics has no public way to merge states of ranks of which some have no update",
         since="1.8",

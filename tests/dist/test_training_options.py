@@ -285,3 +285,31 @@ def test_wrong_uses_of_skip_are_refused() -> None:
         assert "without an optimizer" in found["all"][1]
         assert "`step.backward` was called for an optimizer" in found["backward"][1]
         assert "`step.update` was called for an optimizer" in found["update"][1]
+
+
+def _overflow(job: Any) -> list[float]:
+    """The learning rates after two steps, of which the scaled gradients of the first optimizer overflow once."""
+    models = [paceline.ddp(job, nn.Linear(4, 1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    batches = paceline.Batches(job, make_data(), global_batch=8)
+    training = paceline.Training(
+        job,
+        models,
+        optimizers,
+        batches,
+        precision="fp16",
+        schedule=[lambda step: 0.5**step, lambda step: 0.5**step],
+    )
+    for step in training.steps(until=2):
+        for x, _ in step:
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                factor = 1000.0 if step.number == 1 and number == 0 else 0.01
+                loss = factor * model(x).float().sum()
+                step.backward(loss, count=len(x), optimizer=optimizer)
+        for optimizer in optimizers:
+            step.update(optimizer)
+    return [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+
+def test_the_schedule_of_an_optimizer_whose_gradients_overflow_does_not_advance() -> None:
+    assert run_ranks(_overflow, nproc=1) == [[0.5, 0.25]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline import log
+from paceline import log, torch_private
 from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -61,13 +61,19 @@ class Precision:
             self._inside = False
             self._autocast.__exit__(None, None, None)
 
-    def end_step(self) -> bool:
-        """Adapt the loss scale after all optimizers; False if the step was skipped."""
-        if not self.scaler.is_enabled():
-            return True
-        before = self.scaler.get_scale()
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step an optimizer whose gradients were unscaled; False if they are not finite: it is not stepped."""
+        found = None
+        if self.scaler.is_enabled():
+            found = torch_private.find("torch.amp.GradScaler._found_inf_per_device")
+        # Read before the step, because reading waits for the device.
+        is_finite = found is None or not any(found(self.scaler, optimizer).values())
+        self.scaler.step(optimizer)
+        return is_finite
+
+    def end_step(self) -> None:
+        """Adapt the loss scale after all optimizers."""
         self.scaler.update()
-        return self.scaler.get_scale() >= before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a loss scale. The state of a training in another format is ignored."""
@@ -86,7 +92,7 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast | None:
 
 def _best_format(device: torch.device) -> str:
     if device.type == "cpu":
-        # torch 2.11 has no such function; with it "auto" is fp32.
+        # torch 2.11 lacks get_capabilities; "auto" is then fp32.
         known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = bool(known.get("amx_bf16") or known.get("avx512_bf16"))
     elif device.type == "cuda":

@@ -90,7 +90,7 @@ class TrainedSchedule:
         """A step has ended.
 
         Args:
-            was_updated: False if the optimizer was skipped, or the loss scaler found an infinite gradient.
+            was_updated: False if the optimizer was skipped, by the program or by the loss scaler.
             where: Gives the rank and the step, for the error.
 
         Raises:

@@ -96,6 +96,7 @@ class _Record:
     count: float | torch.Tensor = 0
     backwards: int = 0
     is_updated: bool = False
+    was_stepped: bool = False  # False too after an update in which the loss scaler skipped the optimizer
     is_skipped: bool = False
 
 
@@ -496,14 +497,14 @@ class Step:
         context.precision.scaler.unscale_(trained.optimizer)
         self._scale_and_clip(record, clipping, grad_norms)
         context.before_update()
-        context.precision.scaler.step(trained.optimizer)
+        record.was_stepped = context.precision.step(trained.optimizer)
         record.is_updated = True
         self._num_not_updated -= 1
         if self.is_done:
-            was_taken = context.precision.end_step()
+            context.precision.end_step()
             for each in self._records:
                 each.trained.schedule.end_step(
-                    was_updated=was_taken and each.is_updated,
+                    was_updated=each.was_stepped,
                     ends_epoch=self.ends_epoch,
                     where=self._where,
                 )
