@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit.models import ddp_of, inner_of
+from paceline.audit.events import Event, NotReduced
+from paceline.audit.models import Models, ddp_of, inner_of
 
 
 class Wrapper(nn.Module):
@@ -57,3 +60,24 @@ def test_a_part_of_a_model_is_not_the_model() -> None:
     assert inner_of(model) is model
     model.module = DistributedDataParallel(nn.Linear(2, 2))
     assert ddp_of(model) is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_only_trained_parameters_that_ddp_does_not_know_are_reported() -> None:
+    """Two models with equal names: the first one has a new parameter without an optimizer."""
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    models = Models(recorder)
+    nets = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    for net in nets:
+        models.add_ddp(DistributedDataParallel(net))
+        models.on_call(net, trains=True)
+        net.append(nn.Linear(2, 2))
+    models.report_unreduced(nets[1][0].parameters(), 0)
+    assert not [e for e in events if isinstance(e, NotReduced)]
+    for steps_done in (1, 2):
+        models.report_unreduced(nets[1].parameters(), steps_done)
+    models.ddp.clear()  # torch keeps the hooks of `models`, and with them its ports
+    reported = [e for e in events if isinstance(e, NotReduced)]
+    assert [e.name for e in reported] == ["model 1: 1.weight", "model 1: 1.bias"]
+    assert {e.steps_done for e in reported} == {1}

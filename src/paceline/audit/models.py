@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Models:
         self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}
         self._reduced: dict[int, torch.nn.Parameter] = {}
-        self._reported: set[str] = set()
+        self._reported: dict[int, torch.nn.Parameter] = {}
         self._present_at_wrap: set[int] = set()
         self.ddp: list[DistributedDataParallel] = []
         torch_module.register_module_parameter_registration_hook(self._on_added)
@@ -108,19 +109,20 @@ class Models:
         """Whether DDP reduces the gradient of a parameter of this module."""
         return any(id(parameter) in self._reduced for parameter in module.parameters())
 
-    def report_unreduced(self, steps_done: int) -> None:
-        """Record trained parameters that DDP did not know when it was built."""
-        for model in self.ddp:
-            for parameter in unwrap(model).parameters():
-                name = self.name_of(parameter)
-                known = id(parameter) in self._reduced or name in self._reported
-                if parameter.requires_grad and not known:
-                    self._reported.add(name)
-                    at = self._added.get(id(parameter), "") or user_line()
-                    frozen = id(parameter) in self._present_at_wrap
-                    self._recorder.write(
-                        NotReduced(name=name, at=at, steps_done=steps_done, frozen=frozen)
+    def report_unreduced(self, trained: Iterable[torch.Tensor], steps_done: int) -> None:
+        """Record those of the trained parameters that belong to a DDP and are not reduced by it."""
+        inside = {id(p): p for model in self.ddp for p in unwrap(model).parameters()}
+        for key in map(id, trained):
+            if key in inside and key not in self._reduced and key not in self._reported:
+                self._reported[key] = inside[key]
+                self._recorder.write(
+                    NotReduced(
+                        name=self.name_of(inside[key]),
+                        at=self._added.get(key, "") or user_line(),
+                        steps_done=steps_done,
+                        frozen=key in self._present_at_wrap,
                     )
+                )
 
     def _record_model(self, inner: torch.nn.Module) -> None:
         meshes = [p.device_mesh for p in inner.parameters() if isinstance(p, DTensor)]

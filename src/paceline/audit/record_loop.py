@@ -267,12 +267,10 @@ class LoopHooks:
         return (optimizer, recorded, *args[2:]), others
 
     def _record_step(self, optimizer: Optimizer) -> None:
-        self._models.report_unreduced(self._progress.steps)
-        gradients = {
-            self._models.name_of(p): p.grad
-            for p in owned_parameters(optimizer)
-            if p.grad is not None
-        }
+        owned = owned_parameters(optimizer)
+        trained = [(p, p.grad) for p in owned if p.grad is not None]
+        self._models.report_unreduced([p for p, _ in trained], self._progress.steps)
+        gradients = {self._models.name_of(p): grad for p, grad in trained}
         step = self._progress.step_number(optimizer)
         self._recorder.write(
             OptimizerStepBegun(
@@ -283,7 +281,7 @@ class LoopHooks:
                 base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
                 grads={name: digest(g) for name, g in gradients.items()},
                 norms={name: _norm(g) for name, g in gradients.items()},
-                state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
+                state=digest([optimizer.state.get(p, {}) for p in owned]),
             )
         )
         if step == 1:

@@ -60,11 +60,11 @@ def no_sync_around_backward(case: Case) -> Judgement:
 def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
-    trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
-    alone = [event for event in log.of(NotReduced) if event.name in trained]
+    alone = log.of(NotReduced)
     if not alone:
         return NoFault("no parameter is trained that a DDP of its model does not reduce.")
     first = alone[0]
+    trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
     what = f"{first.name} was added to the model after DDP had wrapped it."
     fix = "build the whole model first, then wrap it."
     if first.frozen:
