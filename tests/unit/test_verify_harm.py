@@ -274,7 +274,7 @@ def test_a_loss_of_what_each_rank_draws(draws: int, found: type) -> None:
 
 def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
     def rank(weight: int, *, measures: bool) -> list[Event]:
-        use = ForwardEnded(evaluation=1, model=100, untrained_params={"w": weight})
+        use = ForwardEnded(evaluation=1, model=100, params={"w": weight})
         wrapped = DDPBuilt(ranks=2)
         return [use, wrapped] if measures else [wrapped, use]
 
@@ -393,7 +393,7 @@ def test_each_rank_trains_a_model_of_its_own_against_that_of_the_other() -> None
     def players(*, exchanges: bool) -> list[list[Event]]:
         return [
             [
-                ForwardEnded(evaluation=1, model=100, untrained_params={"w": other}),
+                ForwardEnded(evaluation=1, model=100, params={"w": other}),
                 *_trains_without_ddp([own, own + 1, own + 2], exchanges=exchanges),
             ]
             for own, other in ((1, 7), (7, 1))
@@ -419,6 +419,52 @@ def test_a_model_that_only_one_rank_trains_beside_the_shared_one() -> None:
         return events
 
     assert not _faults(rank(trains_more=True), rank(trains_more=False))
+
+
+def _generator_beside_a_critic(own: list[int], *, changes: bool) -> list[Event]:
+    """A rank that trains a shared critic in each step, and a generator (model 1) after each fifth."""
+    events: list[Event] = []
+    for done in range(16):
+        if done % 5 == 0:
+            weights = own[done // 5]
+            events.append(
+                ForwardEnded(
+                    model=1, trains=True, steps_done=done, params={"w": weights}, at="t.py:3"
+                )
+            )
+            after = ([1, 2, 3, 4, 5] if changes else own)[done // 5 + 1]
+            ended = OptimizerStepEnded(step=done + 1, params={"model 1: w": after})
+            step = OptimizerStepBegun(step=done + 1, at="t.py:9", grads={"model 1: w": after})
+            events += [step, ended]
+        critic = ForwardEnded(trains=True, sync=True, steps_done=done, params={"w": 100 + done})
+        ended = OptimizerStepEnded(step=done + 1, params={"w": 101 + done})
+        events += [critic, BackwardBegun(steps_done=done), _step(done + 1), ended]
+    return events
+
+
+@pytest.mark.parametrize(
+    ("other", "changes", "found"),
+    [
+        ([1, 2, 3, 4, 5], False, None),
+        ([1, 12, 13, 14, 15], False, "the ranks' weights differ after step 1: model 1: w."),
+        ([1, 2, 3, 14, 15], False, "the ranks' weights differ after step 11: model 1: w."),
+        ([1, 2, 13, 4, 5], True, "model 1: w was changed outside the optimizer on rank 1."),
+        ([1, 2, 13, 4, 5], False, "are equal again some steps later"),
+    ],
+)
+def test_a_model_that_is_not_used_in_each_step(
+    other: list[int], changes: bool, found: str | None
+) -> None:
+    """The steps between two uses of a model say nothing of its weights."""
+    ranks = [_generator_beside_a_critic(own, changes=changes) for own in ([1, 2, 3, 4, 5], other)]
+    judged = judge(case(*ranks))
+    faults = [each.what for each in judged.values() if isinstance(each, FaultFound)]
+    drift = judged["weights drift apart"] if not faults else None
+    if found is None or found in faults:
+        assert faults == [found] * bool(found)
+    else:
+        assert isinstance(drift, NotJudged)
+        assert found in drift.why
 
 
 def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:

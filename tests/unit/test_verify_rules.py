@@ -315,10 +315,7 @@ def test_numbers_after_a_gather_are_those_of_one_process(
 
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
     def ranks(*digests: int) -> list[list[Event]]:
-        return [
-            [ForwardEnded(evaluation=1, model=100, untrained_params={"w": each})]
-            for each in digests
-        ]
+        return [[ForwardEnded(evaluation=1, model=100, params={"w": each})] for each in digests]
 
     assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
     judged = different_untrained_models(case(*ranks(1, 2)))
@@ -337,7 +334,7 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
 def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: type) -> None:
     ranks: list[list[Event]] = [
         [
-            ForwardEnded(steps_done=step, model=100, untrained_params={"w": digest})
+            ForwardEnded(steps_done=step, model=100, params={"w": digest})
             for step, digest in enumerate(own)
         ]
         for own in digests

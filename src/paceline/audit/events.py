@@ -261,9 +261,9 @@ class ForwardEnded(EventInStep):
     # How many numbers the script drew from torch's generator since the batch; None if unknown.
     draws: int | None = None
     buffers: Digests = field(default_factory=dict)  # the digests of the buffers
-    params: Digests | None = None  # those of the parameters, in the first forward after an update
-    # The same of a model that is not trained, in its first forward without gradient in an evaluation or step.
-    untrained_params: Digests | None = None
+    # Those of the parameters, in the first forward of training after an update; of a model that is not
+    # trained, in its first forward without gradient in an evaluation or step.
+    params: Digests | None = None
     devices: list[str] = field(default_factory=list)  # those of the parameters, with `params`
     cores: list[int] = field(default_factory=list)  # those of the process, with `params`
     visible_devices: str = ""  # the value of CUDA_VISIBLE_DEVICES, with `params`

@@ -98,8 +98,8 @@ class LoopHooks:
         self._inner: torch.nn.Module | None = None  # the model inside of it
         self._forward = ForwardEnded()  # the current forward, as far as it is known
         self._forwards = 0
-        # By model, the updates before its latest digests; if it is not trained, the evaluation too.
-        self._digested_in: dict[int, int | tuple[int, int | None]] = {}
+        # By model, when it was digested: the updates before, whether it trained, and the evaluation.
+        self._digested_in: dict[int, tuple[int, bool, int | None]] = {}
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -171,8 +171,10 @@ class LoopHooks:
             random=random_states(),
             draws=draws,
         )
-        if trains and self._digested_in.get(number) != self._progress.updates:
-            self._digested_in[number] = self._progress.updates
+        now = self._progress.updates, trains, evaluation
+        is_untrained = not of_trained and not torch.is_grad_enabled()
+        if (trains or is_untrained) and self._digested_in.get(number) != now:
+            self._digested_in[number] = now
             forward = replace(
                 forward,
                 params=parameter_digests(inner_of(module)),
@@ -180,11 +182,6 @@ class LoopHooks:
                 cores=sorted(os.sched_getaffinity(0)),
                 visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             )
-        elif not of_trained and not torch.is_grad_enabled():
-            now = self._progress.updates, evaluation
-            if self._digested_in.get(number) != now:
-                self._digested_in[number] = now
-                forward = replace(forward, untrained_params=parameter_digests(inner_of(module)))
         self._forward = forward
         sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(

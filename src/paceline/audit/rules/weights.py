@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from paceline.audit.events import (
     DDPBuilt,
     Digests,
+    Event,
     ForwardEnded,
     ModelSeen,
     OptimizerStepEnded,
@@ -18,9 +20,8 @@ from paceline.audit.events import (
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
+from paceline.audit.rules.states import Point, States, differing, first_difference
 from paceline.errors import name_ranks
-
-DigestsByStep = dict[int, Digests]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Mismatch:
     is_restored: bool  # whether these parameters are equal again at some later step
     # By rank, the last load of a state before, if other ranks loaded less often: the cause.
     loads: dict[int, StateLoaded]
+    previous_step: int  # the step after which the first of these parameters was seen before
+    values: list[tuple[int | None, int]]  # by rank, the digest of that parameter then and now
 
     def fault(self, **facts: Any) -> FaultFound:
         """The fault with these facts."""
@@ -42,52 +45,59 @@ class Mismatch:
 
 
 def find_mismatch(case: Case) -> Mismatch | None:
-    """The first point at which the ranks hold different weights; None if there is none."""
-    afters = [_after_step(log) for log in case.ranks]
-    used, updated = _differing([_before_step(log) for log in case.ranks]), _differing(afters)
-    last = min((max(each, default=0) for each in afters), default=0)
-    for step in range(last + 1):
-        # Optimizers that exchange updated weights are equal again when the model is used.
-        by_update = [name for name in updated.get(step, ()) if name in used.get(step, ())]
-        names = by_update or used.get(step, [])
-        if names:
-            outside = not by_update
-            is_restored = any(s > step and not set(names) & set(used[s]) for s in used)
-            loads = _uneven_loads(case, step + outside, outside=outside)
-            return Mismatch(step + outside, outside, names, is_restored, loads)
-    return None
+    """The first point at which the ranks use different weights; None if there is none."""
+    each = [_weights(log) for log in case.ranks]
+    # Optimizers that exchange updated weights are equal again when the model is used.
+    found = first_difference([{p: own[p] for p in own if _is_use(p)} for own in each])
+    if found is None:
+        return None
+    use, names = found
+    differs = differing(each)
+    earlier = [(p, differs[p]) for p in differs if p < use]
+    before = {name: max((p for p, own in earlier if name in own), default=(0, 0)) for name in names}
+    by_update = [name for name in names if differs.get(before[name], {}).get(name)]
+    outside = not by_update
+    names = by_update or names
+    last = before[names[0]]
+    step = use[0] + 1 if outside else last[0]
+    later = [differs[p] for p in differs if p > use and _is_use(p)]
+    is_restored = all(any(own.get(name) is False for own in later) for name in names)
+    loads = _uneven_loads(case, step, outside=outside)
+    values = [(own.get(last, {}).get(names[0]), own[use][names[0]]) for own in each]
+    return Mismatch(step, outside, names, is_restored, loads, last[0], values)
 
 
-def _before_step(log: RankLog) -> DigestsByStep:
-    """Each parameter's digest in the first forward after its last update of step s."""
-    found: DigestsByStep = {}
-    for event in log.of(ForwardEnded):
-        for name, each in (event.params or {}).items():
-            found.setdefault(event.steps_done, {})[full_name(event.model, name)] = each
+def _weights(log: RankLog) -> States:
+    """The weights of a rank, by step and turn.
+
+    Turn 0 of a parameter is after its update in that step, and turn 1 its use after that. A model that is
+    used before its own update in a step, as after that of another model, begins with turn 1.
+    """
+    found: defaultdict[Point, Digests] = defaultdict(dict)
+    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
+    events: list[Event] = log.of(ForwardEnded, OptimizerStepEnded)
+    for event in events:
+        if isinstance(event, OptimizerStepEnded):
+            step, params, is_use = event.step, event.params, False
+        elif isinstance(event, ForwardEnded) and event.trains:
+            step, is_use = event.steps_done, True
+            params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}
+        else:
+            continue
+        for name, value in params.items():
+            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
+            found[step, turns[step, name]][name] = value
     return found
 
 
-def _after_step(log: RankLog) -> DigestsByStep:
-    found: DigestsByStep = {}
-    for event in log.of(OptimizerStepEnded):
-        found.setdefault(event.step, {}).update(event.params)
-    return found
-
-
-def _differing(each: list[DigestsByStep]) -> dict[int, list[str]]:
-    """By step that all ranks know, the parameters that all ranks know and that differ."""
-    found = {}
-    for step in sorted(set[int].intersection(*map(set, each))):
-        first, *others = (own[step] for own in each)
-        shared = [name for name in first if all(name in own for own in others)]
-        found[step] = [name for name in shared if any(own[name] != first[name] for own in others)]
-    return found
+def _is_use(point: Point) -> bool:
+    return point[1] % 2 == 1
 
 
 def _uneven_loads(case: Case, step: int, *, outside: bool) -> dict[int, StateLoaded]:
     """By rank, the last load before a mismatch, if some ranks loaded more often than others."""
-    states = {event.state for log in case.ranks for event in log.optimizer_steps(step)}
-    if not outside and len(states) == 1:
+    states = [[event.state for event in log.optimizer_steps(step)] for log in case.ranks]
+    if not outside and all(own == states[0] for own in states):
         return {}
     each = []
     for log in case.ranks:
@@ -134,7 +144,7 @@ def changed_outside(case: Case) -> Judgement:
         return NoFault(
             "between optimizer steps, all ranks made the same changes of weights or none."
         )
-    name, done = mismatch.names[0], mismatch.step - 1
+    name, previous, done = mismatch.names[0], mismatch.previous_step, mismatch.step - 1
     if not done and not any(log.of(DDPBuilt) for log in case.ranks):
         if not case.trains_together:
             return NotJudged(
@@ -149,32 +159,30 @@ def changed_outside(case: Case) -> Judgement:
             fix="broadcast the weights from rank 0, or wrap the model in DDP, which does.",
             evidence="the digests of the weights before step 1",
         )
-    ranks = _ranks_that_changed(case, name, done)
+    changes = {
+        log.rank: [e.at for e in log.of(WeightsChanged) if previous <= e.steps_done <= done]
+        for log in case.ranks
+    }
+    values = mismatch.values
+    ranks = [rank for rank, (before, now) in enumerate(values) if before not in (None, now)]
+    ranks = ranks or [rank for rank, lines in changes.items() if lines]
+    if not 0 < len(ranks) < case.world_size:  # all ranks or none seem to have changed it
+        ranks = outliers([now for _, now in values])
     log = case.ranks[ranks[0]]
-    changes = [e.at for e in log.of(WeightsChanged) if e.steps_done == done]
-    uses = [e.at for e in log.of(ForwardEnded) if e.steps_done == done]
+    uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
+    evidence = "the weights differ before step 1, although DDP made them equal"
+    if done:
+        evidence = f"equal on all ranks after step {previous}, different before step {done + 1}"
+    if not changes[log.rank]:
+        evidence += "; the line is that of the next forward, because the change was not traced"
     return mismatch.fault(
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
-        at=(changes or uses[-1:])[0],
+        at=(changes[log.rank] or uses)[0],
         ranks=ranks,
         why="DDP reduces gradients, not weights: a change on one rank stays on that rank.",
         fix="make the same change on every rank, or broadcast the weights after it.",
-        evidence=f"equal on all ranks after step {done}, different before step {mismatch.step}"
-        if done
-        else "the weights differ before step 1, although DDP made them equal",
+        evidence=evidence,
     )
-
-
-def _ranks_that_changed(case: Case, name: str, step: int) -> list[int]:
-    """The ranks that changed a parameter after a step; the minority if all ranks or none seem to have."""
-    used = [_before_step(log)[step][name] for log in case.ranks]
-    updated = [_after_step(log).get(step, {}).get(name) for log in case.ranks]
-    changed = [
-        rank for rank, after in enumerate(updated) if after is not None and after != used[rank]
-    ] or [
-        log.rank for log in case.ranks if any(e.steps_done == step for e in log.of(WeightsChanged))
-    ]
-    return changed if 0 < len(changed) < case.world_size else outliers(used)
 
 
 def drifting_weights(case: Case) -> Judgement:
