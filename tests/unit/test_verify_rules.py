@@ -37,7 +37,6 @@ from paceline.audit.events import (
     ForwardEnded,
     LoaderSeen,
     NotBitwise,
-    NotReduced,
     NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
@@ -62,7 +61,6 @@ from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
 from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
 from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
-from paceline.audit.rules.reduction import added_parameter
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
@@ -787,14 +785,6 @@ def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
     assert of_samples.reductions == []
     assert not metric.gathers_samples
     assert len(metric.reductions) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "found"), [("0.weight", FaultFound), ("model 1: 0.weight", NoFault)]
-)
-def test_a_parameter_of_another_model_is_not_trained(name: str, found: type) -> None:
-    step = OptimizerStepBegun(step=1, grads={"0.weight": 1})
-    assert isinstance(added_parameter(case([NotReduced(name=name, at="t.py:2"), step])), found)
 
 
 @pytest.mark.parametrize("used_s", [0.0, 99.0])

@@ -96,7 +96,9 @@ class _Record:
     count: float | torch.Tensor = 0
     backwards: int = 0
     is_updated: bool = False
-    was_stepped: bool = False  # False too after an update in which the loss scaler skipped the optimizer
+    was_stepped: bool = (
+        False  # False too after an update in which the loss scaler skipped the optimizer
+    )
     is_skipped: bool = False
 
 
