@@ -571,8 +571,46 @@ def _train_small(job: Any, net: nn.Module) -> list[float]:
     return losses
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+class Typed(nn.Module):
+    """Its `forward` looks at the types of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Scaled(4, 4), nn.Linear(4, 4)])
+        self.last = Scaled(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.last):
+            x = layer(x, 3.0) if isinstance(layer, Scaled) else layer(x)
+        return x
+
+
+class InPlace(nn.Module):
+    """Its `forward` changes its argument, and its layers without parameters are in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.acts = nn.ModuleList([nn.ReLU(), nn.Tanh()])
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.div_(2)
+        for layer, act in zip(self.layers, self.acts, strict=True):
+            x = act(layer(x))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
 def _train_both(job: Any) -> list[list[float]]:
-    return [_train_small(job, net) for net in (Folding("module"), Listed())]
+    return [_train_small(job, net) for net in (Folding("module"), Listed(), Typed(), InPlace())]
 
 
 def test_shapes_that_only_an_early_stage_has_and_lists_of_layers() -> None:

@@ -280,6 +280,8 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
     found: dict[str, None] = {}
     for each in wanted:
         named = set(names_matching(module, each, option="blocks") if isinstance(each, str) else ())
+        # `*` matches dots too: the submodules inside of a block are no blocks.
+        named -= {name for name in named if any(name.startswith(f"{n}.") for n in named)}
         matches = [
             name
             for name, layer in module.named_modules()

@@ -164,7 +164,7 @@ class Pipe:
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(number: int, received: torch.Tensor | None) -> Any:
-            output = self._forward(step, at, number, arguments, received)
+            output = self._forward(step, at, number, _copied(arguments), received)
             if number == self._stages.last:
                 output = torch.empty((), dtype=torch.float32)  # the loss
             if received is None:
@@ -481,6 +481,17 @@ def _whole_backward() -> Callable[[], None]:
     torch before 2.13 counts the gradient of a weight that a stage uses twice too often.
     """
     return lambda: None
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested arguments, because the model's `forward` may change them in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

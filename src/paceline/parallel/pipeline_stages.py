@@ -285,9 +285,19 @@ def stateless_layers(module: nn.Module, units: Sequence[str]) -> list[str]:
         while unit:
             unit = unit.rpartition(".")[0]
             parents.add(unit)
-    return [
-        f"{parent}.{name}" if parent else name
-        for parent in parents
-        for name, child in _children(module.get_submodule(parent))
-        if not child.state_dict() and (f"{parent}.{name}" if parent else name) not in parents
-    ]
+    found: list[str] = []
+    for parent in parents:
+        for name, child in _children(module.get_submodule(parent)):
+            path = f"{parent}.{name}" if parent else name
+            if not child.state_dict() and path not in parents:
+                found += _called(child, path)
+    return found
+
+
+def _called(module: nn.Module, path: str) -> Iterator[str]:
+    """The module, or the children that `forward` calls in place of a ModuleList or ModuleDict."""
+    if type(module).forward is not nn.Module.forward:
+        yield path
+    else:
+        for name, child in _children(module):
+            yield from _called(child, f"{path}.{name}")

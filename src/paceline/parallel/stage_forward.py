@@ -71,10 +71,11 @@ class RankStages:
             number = self.stage_of.get(unit)
             if number is None or number in own:
                 self.layers[unit] = layer
-                self._interceptors[unit] = _Interceptor(self, unit, layer)
+                self._interceptors[unit] = _Interceptor(self, unit, layer, type(layer))
             else:
-                self._interceptors[unit] = _Interceptor(self, unit, None).train(layer.training)
-                self._put(unit, self._interceptors[unit])
+                missing = _Interceptor(self, unit, None, type(layer))
+                self._interceptors[unit] = missing.train(layer.training)
+                self._put(unit, missing)
 
     @property
     def last(self) -> int:
@@ -260,11 +261,20 @@ class _Interceptor(nn.Module):
 
     Args:
         layer: The submodule; None if another rank holds it.
+        kind: The type of the submodule, for an `isinstance` in `forward`.
     """
 
-    def __init__(self, stages: RankStages, name: str, layer: nn.Module | None) -> None:
+    def __init__(
+        self, stages: RankStages, name: str, layer: nn.Module | None, kind: type[nn.Module]
+    ) -> None:
         super().__init__()
+        self._kind = kind
         self._what = stages, name, layer  # a tuple, so that torch does not register the layer
+
+    @property
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override, misc]
+        kind: type[nn.Module] = self.__dict__.get("_kind", _Interceptor)
+        return kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stages, name, layer = self._what
