@@ -193,7 +193,14 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             "saves = paceline.Checkpoints('runs/early/checkpoints', keep=1)\n"
             "model, optimizer, batches, training = start(job, checkpoints=saves)\n# block\n"
             "final = paceline.evaluate(job, model, test, score).loss\n"
-            "assert abs(final - patience.best) < 1e-6 and patience.best_step >= 4"
+            "assert abs(final - patience.best) < 1e-6 and patience.best_step >= 4\n"
+            "late = iter(range(10**6))\n"  # losses that grow: it stops after 4 epochs, and stays so
+            "score = lambda model, batch: {'loss': float(next(late))}\n"
+            "for resume in ('never', 'auto'):\n"
+            "    saves = paceline.Checkpoints('runs/early/checkpoints', keep=1, resume=resume)\n"
+            "    model, optimizer, batches, training = start(job, checkpoints=saves)\n"
+            "    # block\n"
+            "    assert training.number == 16, training.number"
         ),
         Run(TWO_MODELS + "# block\nassert step.number == 40", dots=LOSSES),
         Run(
