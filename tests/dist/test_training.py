@@ -971,12 +971,15 @@ def _refused_batch(job: Any, kind: str) -> None:
         if kind == "twice":
             step.backward(_mean(model(x), y), reduction="mean")
             step.backward(_mean(model(x), y), reduction="mean")
+        if kind == "after update":
+            step.backward(_mean(model(x), y), reduction="mean")
         step.update()
+        step.batch  # noqa: B018 - reading it raises
 
 
 def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
     kinds = ["several", "reproducible", "in the loop", "both", "twice", "no backward"]
-    kinds += ["torch's backward", "torch's step"]
+    kinds += ["torch's backward", "torch's step", "after update"]
     (found,) = run_ranks(refusals, _refused_batch, kinds, nproc=1)
     assert {name for name, _ in found.values()} == {"StepError"}
     texts = {kind: text for kind, (_, text) in found.items()}
@@ -984,6 +987,7 @@ def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
     assert "may have to run the micro-batches again" in texts["reproducible"]
     assert "the loop over the micro-batches has begun" in texts["in the loop"]
     assert "`step.batch` was read before the loop" in texts["both"]
+    assert "was read after the micro-batches of the step had ended" in texts["after update"]
     assert "had its `step.backward` already" in texts["twice"]
     assert "1 micro-batches, but 0 calls of `step.backward`" in texts["no backward"]
     for kind in ("no backward", "torch's backward"):

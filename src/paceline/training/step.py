@@ -197,6 +197,11 @@ class Step:
             return self._micro.batch
         strategy = self._context.strategy
         self._refuse_pipeline()
+        if self._num_begun and self._micro is None:
+            raise self._error(
+                "`step.batch` was read after the micro-batches of the step had ended.",
+                fix="keep the batch: `batch = step.batch`, before `step.update`.",
+            )
         if self._planned.num_micro_batches != 1 or strategy.repeats_steps or self._num_begun:
             why = f"this rank has {self._planned.num_micro_batches} micro-batches in this step."
             if strategy.repeats_steps:
