@@ -288,7 +288,7 @@ def test_wrong_uses_of_skip_are_refused() -> None:
 
 
 def _overflow(job: Any) -> list[float]:
-    """The learning rates after two steps; the gradients of the first optimizer overflow in one of them."""
+    """The learning rates after two steps; in the first, gradients of the first optimizer overflow."""
     models = [paceline.ddp(job, nn.Linear(4, 1)) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     batches = paceline.Batches(job, make_data(), global_batch=8)

@@ -31,7 +31,7 @@ from paceline.training import weight
 _WORDS_PER_S = 16.0
 _WORDS_PER_S_IN_MEMORY = 8.0
 _MAX_STEPS_PER_WORD = 128
-_MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
+_MAX_RANKS_NAMED = 50  # a float64 represents sums of distinct powers of two below 2^53 exactly
 
 
 @dataclass(slots=True)
@@ -114,7 +114,8 @@ class Control:
         measure: Returns the row of this rank for a word with times.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
-    All ranks call `end_step` after every step, with the same numbers.
+    All ranks call `end_step` after every step, with equal `step` and `now`; `loss` and `count` are this
+    rank's.
     """
 
     def __init__(self, job: Job) -> None:

@@ -35,7 +35,7 @@ _COLUMNS = 1024  # words in a row of the grid whose rows and columns are summed
 _ROW_FACTOR = 0x1E3779B97F4A7C15  # odd, so that changes of a row and of a column do not cancel out
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares the replicas of one training at intervals, and when `compare` is called.
 
     Args:
@@ -68,7 +68,7 @@ class Replicas:
         if job.mesh is not None:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
-        self._replicas = [sorted(axes), sorted(parts)]
+        self._rank_groups = [sorted(axes), sorted(parts)]
         self._equal_step: int | None = None  # the last step after which all were equal
         self._was_compared = False  # whether `_equal_step` is known by a comparison
         self._due = 0
@@ -108,7 +108,7 @@ class Replicas:
         own_row = torch.tensor([*map(_total, kinds), int(cost_s * 1e9), int(step_s * 1e9)])
         rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
         for kind, digests in enumerate(kinds):
-            for ranks in self._replicas[kind]:
+            for ranks in self._rank_groups[kind]:
                 if any(rows[rank][kind] != rows[ranks[0]][kind] for rank in ranks):
                     raise self._desync_error(step, digests, ranks)
         every = self._every

@@ -62,7 +62,7 @@ class Precision:
             self._autocast.__exit__(None, None, None)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step an optimizer whose gradients were unscaled; False, without a step, if they are not finite."""
+        """Step an optimizer whose gradients are unscaled; False if they are not finite, so it is left out."""
         found = None
         if self.scaler.is_enabled():
             found = torch_private.find("torch.amp.GradScaler._found_inf_per_device")

@@ -71,8 +71,8 @@ class TrainedSchedule:
         if inner is not None and not self.needs_metric:
             _refuse_arguments(inner)
         self.scheduler: Any = inner
-        self._epochs_without_metric = 0
-        self._count = _count(self.scheduler)
+        self._epochs_in_loop = 0
+        self._num_advances = _num_advances_of(self.scheduler)
 
     @property
     def type(self) -> str:
@@ -81,8 +81,8 @@ class TrainedSchedule:
 
     def begin(self) -> None:
         """A loop over steps begins."""
-        self._epochs_without_metric = 0
-        self._count = _count(self.scheduler)
+        self._epochs_in_loop = 0
+        self._num_advances = _num_advances_of(self.scheduler)
 
     def end_step(
         self, *, was_updated: bool, ends_epoch: bool, where: Callable[[], str] = str
@@ -100,12 +100,12 @@ class TrainedSchedule:
             return
         self._refuse_other_steps(where)
         if self.needs_metric:
-            if self._epochs_without_metric > 1 and not self._count:
+            if self._epochs_in_loop > 1 and not self._num_advances:
                 log.once(
                     "ReduceLROnPlateau got no metric in 2 epochs; it changes the learning rate only when "
                     "training.step_schedule(metric) is called."
                 )
-            self._epochs_without_metric += ends_epoch
+            self._epochs_in_loop += ends_epoch
         elif ends_epoch if self._by_epoch else was_updated:
             self._advance()
 
@@ -120,11 +120,11 @@ class TrainedSchedule:
 
     def _advance(self, *metric: float) -> None:
         self.scheduler.step(*metric)
-        self._count = _count(self.scheduler)
+        self._num_advances = _num_advances_of(self.scheduler)
 
     def _refuse_other_steps(self, where: Callable[[], str] = str) -> None:
         """Raise StepError if the script has stepped the schedule. Loading an older state is no step."""
-        if _count(self.scheduler) > self._count:
+        if _num_advances_of(self.scheduler) > self._num_advances:
             raise StepError(
                 "the schedule was also stepped by the script.",
                 where=where(),
@@ -140,7 +140,7 @@ class TrainedSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-            self._count = _count(self.scheduler)
+            self._num_advances = _num_advances_of(self.scheduler)
 
 
 def _refuse_arguments(scheduler: Any) -> None:
@@ -158,13 +158,13 @@ def _refuse_arguments(scheduler: Any) -> None:
             )
 
 
-def _count(scheduler: Any) -> int:
+def _num_advances_of(scheduler: Any) -> int:
     """How often a scheduler of torch has advanced; 0 for one that does not count."""
     parts = torch_private.attribute(
         "torch.optim.lr_scheduler.ChainedScheduler._schedulers", scheduler
     )
     if parts and not hasattr(scheduler, "last_epoch"):  # ChainedScheduler steps all of its parts
-        return _count(parts[0])
+        return _num_advances_of(parts[0])
     return int(getattr(scheduler, "last_epoch", 0))
 
 

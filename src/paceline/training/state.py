@@ -112,28 +112,32 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
     for model, values in zip(models, saved["models"], strict=True):
         _check_shapes(model, values, fix=_SAME_MODEL)
     names = _parameter_names(models)
-    for number, (optimizer, values) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
+    for optimizer_index, (optimizer, values) in enumerate(
+        zip(optimizers, saved["optimizers"], strict=True)
+    ):
         ours = _group_names(optimizer, names)
         theirs = [group["params"] for group in values["param_groups"]]
         sizes = [[len(group) for group in groups] for groups in (ours, theirs)]
         if sizes[0] != sizes[1]:
             raise CheckpointError(
-                f"optimizer {number} has groups of {sizes[0]} parameters, the checkpoint of {sizes[1]}.",
+                f"optimizer {optimizer_index} has groups of {sizes[0]} parameters, the checkpoint of "
+                f"{sizes[1]}.",
                 fix=_SAME_OPTIMIZER,
             )
         for group, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if version > 1 and (differing := sorted(set(mine) ^ set(other))):
                 raise CheckpointError(
-                    f"group {group} of optimizer {number} and of the checkpoint differ in {differing[0]}.",
+                    f"group {group} of optimizer {optimizer_index} and of the checkpoint differ in "
+                    f"{differing[0]}.",
                     fix=_SAME_OPTIMIZER,
                     parameter=differing[0],
                 )
     types = [type(optimizer).__name__ for optimizer in optimizers]
     saved_types = saved.get("optimizer_types", types)  # older releases do not save them
-    for number, (own_type, other) in enumerate(zip(types, saved_types, strict=True)):
+    for optimizer_index, (own_type, other) in enumerate(zip(types, saved_types, strict=True)):
         if own_type != other:
             raise CheckpointError(
-                f"optimizer {number} is {own_type}, the checkpoint was trained with {other}.",
+                f"optimizer {optimizer_index} is {own_type}, the checkpoint was trained with {other}.",
                 fix=_SAME_OPTIMIZER,
             )
 

@@ -48,7 +48,7 @@ class StepContext:
     When a loop begins, `Training` chooses `strategy` again and sets `check_losses_until`.
 
     Attributes:
-        count: "samples" or "tokens".
+        count_unit: "samples" or "tokens".
         checks_rows: Whether to check that a micro-batch holds all of its samples.
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
@@ -60,7 +60,7 @@ class StepContext:
     strategy: Strategy
     precision: Precision
     control: Control
-    count: str
+    count_unit: str
     checks_rows: bool
     before_update: Callable[[], None]
     generator: torch.Generator
@@ -74,14 +74,14 @@ class StepContext:
         self.precision.leave()
         self.strategy.leave_step()
 
-    def weight_of(self, loss: torch.Tensor, number: float) -> torch.Tensor:
-        """Initial gradient of backward, so that `update` gets gradients divided by `number`; shape ()."""
+    def weight_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Initial gradient of backward, so that `update` gets gradients divided by `divisor`; shape ()."""
         # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make fp16
         # gradients larger by the number of ranks, so that they overflow on many ranks.
         undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
-        key = (undo, number, loss.dtype)
+        key = (undo, divisor, loss.dtype)
         if self._weight is None or key != self._weight_for:
-            self._weight = torch.tensor(undo / number, dtype=loss.dtype, device=loss.device)
+            self._weight = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
             self._weight_for = key
         return self._weight
 
@@ -96,9 +96,7 @@ class _Record:
     count: float | torch.Tensor = 0
     backwards: int = 0
     is_updated: bool = False
-    was_stepped: bool = (
-        False  # False too after an update in which the loss scaler skipped the optimizer
-    )
+    was_stepped: bool = False  # by `update`, unless the loss scaler left it out
     is_skipped: bool = False
 
 
@@ -340,7 +338,7 @@ class Step:
         if isinstance(result, tuple):
             loss, count = result
             return loss, count
-        if self._context.count == "tokens":
+        if self._context.count_unit == "tokens":
             raise self._error(
                 'with count="tokens", the function given to `step.run` must return (loss, count).'
             )
@@ -419,7 +417,7 @@ class Step:
     ) -> int | torch.Tensor:
         context = self._context
         if count is None:
-            count = weight.default_count(micro.count, context.count, reduction, self._where)
+            count = weight.default_count(micro.count, context.count_unit, reduction, self._where)
         elif not isinstance(count, torch.Tensor):
             try:
                 count = operator.index(count)  # numpy's integers too
@@ -439,9 +437,9 @@ class Step:
             count = count.reshape(())
         if self.number < context.check_losses_until:
             known = int(count) if weight.is_on_host(count) else None
-            length = record.trained.sample_length if context.count == "samples" else None
+            length = record.trained.sample_length if context.count_unit == "samples" else None
             weight.check_loss(loss, known, reduction, self._where, length)
-        weight.check_count(count, micro.count, context.count, self._where)
+        weight.check_count(count, micro.count, context.count_unit, self._where)
         return count
 
     def _weighed(
@@ -453,9 +451,9 @@ class Step:
         scaled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
-        by_tokens = self._context.count == "tokens"
-        number = record.trained.token_divisor if by_tokens else self.num_samples
-        start = self._context.weight_of(scaled, number)
+        by_tokens = self._context.count_unit == "tokens"
+        divisor = record.trained.token_divisor if by_tokens else self.num_samples
+        start = self._context.weight_of(scaled, divisor)
         if reduction == "mean":
             start = start * count
         own = weight.as_sum(loss.detach(), count, reduction)
@@ -543,7 +541,7 @@ class Step:
         """The factor for the gradients of an optimizer, shape (); None for 1."""
         context = self._context
         factor = None
-        if context.count == "tokens":
+        if context.count_unit == "tokens":
             if self._count_totals is None:
                 planned = self._planned.num_micro_batches
                 if any(not r.is_skipped and r.backwards < planned for r in self._records):

@@ -356,7 +356,7 @@ class Trainer:
                     training.step_schedule(number_of(evaluation, self.schedule_metric or "loss"))
                 call(EvaluationEnd(**facts, step=step, evaluation=evaluation))
         if evaluation is None and validation is not None:
-            # An earlier run finished the training.
+            # An earlier run finished the training, or a callback stopped it before the first evaluation.
             evaluation = self._evaluate(training, validation)
         call(FitEnd(**facts, evaluation=evaluation))
         return evaluation

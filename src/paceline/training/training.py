@@ -46,7 +46,7 @@ from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import weight
 from paceline.training.control_word import Control, Word
-from paceline.training.desync import Replicas
+from paceline.training.desync import ReplicaCheck
 from paceline.training.finite_weights import may_be_infinite, refuse_non_finite_weights
 from paceline.training.loop_state import LoopState
 from paceline.training.optimizers import trained_optimizers
@@ -151,7 +151,7 @@ class Training:
             precision=Precision(precision, job, reproducible=reproducible),
             strategy=self._choose_strategy(),
             control=self._control,
-            count=count,
+            count_unit=count,
             checks_rows=count == "samples" and batches.may_drop_samples,
             before_update=self._wait_for_copies,
             generator=default_generator(job.device),
@@ -166,11 +166,11 @@ class Training:
         self._state = TrainingState(self._context, self.models, reproducible=reproducible)
         self._report = Report(job)
         self._link: dict[str, float] | None = None
-        self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
+        self._replica_check = ReplicaCheck(job, self.models, trained, desync_every, desync_also)
         self.checkpoints = checkpoints
         self._is_resumed = False
         # The job must not keep the models alive, so it refers to this object weakly.
-        weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
+        weakref.finalize(self, job.on_leave(functools.partial(_job_left, weakref.ref(self))))
 
     def _choose_strategy(self) -> Strategy:
         pp = 1 if self.job.mesh is None else self.job.mesh.pp
@@ -387,7 +387,7 @@ class Training:
         self.number, self._start = self._state.load(saved)
         self._last = None
         self._is_resumed = True
-        self._replicas.reset()
+        self._replica_check.reset()
 
     def _refuse_in_step(self, what: str) -> None:
         if self._loop_state.step is not None:
@@ -518,7 +518,7 @@ class Training:
             step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
                 context.strategy.check()
-            if context.count == "tokens":
+            if context.count_unit == "tokens":
                 for trained in context.optimizers:
                     trained.token_divisor = trained.token_divisor or weight.next_token_divisor(
                         step.num_samples
@@ -563,7 +563,7 @@ class Training:
             total = epochs * self.batches.steps_per_epoch
         if until is not None:
             total = until if total is None else min(total, until)
-        self._report.begin(self.number, total, self._facts, unit=context.count)
+        self._report.begin(self.number, total, self._facts, unit=context.count_unit)
 
     def _facts(self) -> dict[str, Any]:
         """What describes this run, for reports and advice."""
@@ -621,7 +621,7 @@ class Training:
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
-        self._replicas.step_ended(step.number)
+        self._replica_check.step_ended(step.number)
         if checkpoints is not None and (
             control.agreed.save
             or checkpoints.is_due(
@@ -637,7 +637,7 @@ class Training:
             self._finish_save()
         context = self._context
         keeps_divisor = context.strategy.keeps_token_divisor
-        has_count = context.count == "tokens" and word.totals and word.totals[-1].count > 0
+        has_count = context.count_unit == "tokens" and word.totals and word.totals[-1].count > 0
         if has_count and not keeps_divisor:
             # The count of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.next_token_divisor(word.totals[-1].count)
@@ -674,7 +674,7 @@ class Training:
     def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
         agreed = self._control.agreed
         best, agreed.save, agreed.best = agreed.best, False, False
-        self._replicas.compare(self.number)
+        self._replica_check.compare(self.number)
         for model in self.models:
             equalize_buffers(self.job, model)
         # Tensors that only the optimizer changes. Buffers are not among them: a forward changes them.
@@ -803,7 +803,7 @@ def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
     return several
 
 
-def _leave(reference: weakref.ref[Training]) -> None:
+def _job_left(reference: weakref.ref[Training]) -> None:
     training = reference()
     if training is not None:
         training._leave()
