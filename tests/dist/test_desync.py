@@ -136,7 +136,7 @@ def _sound(job: Any) -> list[tuple[int, int]]:
     ]
     found = []
     for options, tamper in cases:
-        replicas = _train(job, _training(job, **options), 12, tamper)._replicas
+        replicas = _train(job, _training(job, **options), 12, tamper)._replica_check
         found.append((replicas._equal_step, replicas._due))
     # If 0 were taken for None, the first comparison would be due in step 10.
     off = _training(job, desync_every=0)
