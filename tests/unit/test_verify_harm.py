@@ -423,7 +423,7 @@ def test_a_model_that_only_one_rank_trains_beside_the_shared_one() -> None:
 
 def _generator_beside_a_critic(own: list[int], *, changes: bool) -> list[Event]:
     """A rank that trains a shared critic in each step, and a generator (model 1) after each fifth."""
-    events: list[Event] = []
+    events: list[Event] = [DDPBuilt(ranks=2)]  # of the critic
     for done in range(16):
         if done % 5 == 0:
             weights = own[done // 5]
@@ -448,6 +448,7 @@ def _generator_beside_a_critic(own: list[int], *, changes: bool) -> list[Event]:
         ([1, 2, 3, 4, 5], False, None),
         ([1, 12, 13, 14, 15], False, "the ranks' weights differ after step 1: model 1: w."),
         ([1, 2, 3, 14, 15], False, "the ranks' weights differ after step 11: model 1: w."),
+        ([11, 12, 13, 14, 15], False, "the ranks start with different weights."),
         ([1, 2, 13, 4, 5], True, "model 1: w was changed outside the optimizer on rank 1."),
         ([1, 2, 13, 4, 5], False, "are equal again some steps later"),
     ],
@@ -459,6 +460,14 @@ def test_a_model_that_is_not_used_in_each_step(
     ranks = [_generator_beside_a_critic(own, changes=changes) for own in ([1, 2, 3, 4, 5], other)]
     judged = judge(case(*ranks))
     faults = [each.what for each in judged.values() if isinstance(each, FaultFound)]
+    if changes:
+        outside = judged["weights changed outside the optimizer"]
+        assert isinstance(outside, FaultFound)
+        assert (outside.at, outside.step) == ("t.py:3", 11)
+        assert outside.evidence.startswith(
+            "equal on all ranks after step 6, different before step 11"
+        )
+        assert "the line is that of the next forward" in outside.evidence
     drift = judged["weights drift apart"] if not faults else None
     if found is None or found in faults:
         assert faults == [found] * bool(found)

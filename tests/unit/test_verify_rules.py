@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +66,6 @@ from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
-from paceline.audit.weight_tracer import WeightTracer
 from paceline.verify.report import notes_on
 
 
@@ -785,19 +783,6 @@ def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
     assert of_samples.reductions == []
     assert not metric.gathers_samples
     assert len(metric.reductions) == 1
-
-
-@pytest.mark.parametrize("used_s", [0.0, 99.0])
-def test_lines_are_traced_up_to_a_budget(tmp_path: Path, used_s: float) -> None:
-    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), cast(Any, SimpleNamespace()), 0)
-    tracer = WeightTracer(progress, cast(Any, SimpleNamespace(called_or_wrapped=list)))
-    tracer._used_s = used_s
-    before = sys.gettrace()
-    try:
-        tracer.start()
-        assert (sys.gettrace() is before) == (used_s > 0)
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.parametrize(("ended", "noted"), [([], True), ([EndedByVerify()], False)])

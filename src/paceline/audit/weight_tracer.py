@@ -2,14 +2,13 @@
 
 torch has no hook for writes to a parameter, and a write through `.data` does not change its version. So
 `sys.settrace` traces the user's lines between two optimizer steps, and after each line a few elements of each
-parameter are compared. Forwards and backwards are not traced, because they take most of the time. In a script
-with many parameters or lines the budget ends the tracing early, and the line may stay unknown.
+parameter are compared. Forwards, backwards and the loading of samples are not traced, because they take most
+of the time. After many comparisons the tracer is off, and the line stays unknown.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,8 +22,9 @@ from paceline.data.digest import plain
 
 # Elements of each parameter that are compared; they are spread evenly over it.
 _ELEMENTS = 16
-# The CPU time for all comparisons of a rank; after it, lines are not traced any more.
-_BUDGET_S = 2.0
+# So many reads of a parameter take about 1 s; then the tracer is off for the rest of the run. A number and
+# not a time, so that the report does not depend on the speed of the machine.
+_MAX_READS = 100_000
 
 
 class WeightTracer:
@@ -34,11 +34,11 @@ class WeightTracer:
         self._progress, self._models = progress, models
         self._values: dict[int, Any] = {}
         self._line: tuple[FrameType, int] | None = None  # the one that runs
-        self._used_s = 0.0
+        self._reads = 0
 
     def start(self) -> None:
         """Start tracing."""
-        if self._progress.plan.mode != "ordinary" or self._used_s > _BUDGET_S:
+        if self._progress.plan.mode != "ordinary" or self._reads > _MAX_READS:
             return
         self._values, self._line = self._elements(), None
         for frame in filter(is_user_code, frames()):
@@ -62,25 +62,28 @@ class WeightTracer:
             sys.settrace(tracing)
 
     def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self._used_s > _BUDGET_S:
-            return None
         if event == "call":
-            return self._on_event if is_user_code(frame) else None
+            return self._on_event if is_user_code(frame) and not _loads_samples() else None
         if event in ("line", "return"):
             with self.paused():
-                started_s = time.thread_time()
                 now = self._elements()
-                self._used_s += time.thread_time() - started_s
                 if self._line and any(
                     self._values.get(key, own) != own for key, own in now.items()
                 ):
                     at, steps = line_of(*self._line), self._progress.steps
                     self._progress.recorder.write(WeightsChanged(at=at, steps_done=steps))
                 self._values, self._line = now, (frame, frame.f_lineno)
+            if self._reads > _MAX_READS:
+                self.stop()
         return self._on_event
 
     def _elements(self) -> dict[int, Any]:
         """Some elements of each parameter, by its id."""
         parameters = [p for model in self._models.called_or_wrapped() for p in model.parameters()]
+        self._reads += len(parameters)
         flat = [(id(p), plain(p).reshape(-1)) for p in parameters]
         return {key: values[:: max(1, len(values) // _ELEMENTS)].tolist() for key, values in flat}
+
+
+def _loads_samples() -> bool:
+    return any(str(f.f_globals.get("__name__")).startswith("torch.utils.data") for f in frames())

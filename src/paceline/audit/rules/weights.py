@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 from paceline.audit.events import (
-    DDPBuilt,
     Digests,
     Event,
     ForwardEnded,
@@ -35,8 +34,8 @@ class Mismatch:
     is_restored: bool  # whether these parameters are equal again at some later step
     # By rank, the last load of a state before, if other ranks loaded less often: the cause.
     loads: dict[int, StateLoaded]
-    previous_step: int  # the step after which the first of these parameters was seen before
-    values: list[tuple[int | None, int]]  # by rank, the digest of that parameter then and now
+    last_seen: Point | None  # where the first of these parameters was recorded before
+    digests: list[list[int]]  # by rank, the digests of that parameter: then, and at the difference
 
     def fault(self, **facts: Any) -> FaultFound:
         """The fault with these facts."""
@@ -53,18 +52,20 @@ def find_mismatch(case: Case) -> Mismatch | None:
         return None
     use, names = found
     differs = differing(each)
-    earlier = [(p, differs[p]) for p in differs if p < use]
-    before = {name: max((p for p, own in earlier if name in own), default=(0, 0)) for name in names}
-    by_update = [name for name in names if differs.get(before[name], {}).get(name)]
+    before = {
+        name: max((p for p in differs if p < use and name in differs[p]), default=None)
+        for name in names
+    }
+    by_update = [name for name, last in before.items() if last is not None and differs[last][name]]
     outside = not by_update
     names = by_update or names
     last = before[names[0]]
-    step = use[0] + 1 if outside else last[0]
+    step = use[0] + 1 if outside or last is None else last[0]
     later = [differs[p] for p in differs if p > use and _is_use(p)]
     is_restored = all(any(own.get(name) is False for own in later) for name in names)
     loads = _uneven_loads(case, step, outside=outside)
-    values = [(own.get(last, {}).get(names[0]), own[use][names[0]]) for own in each]
-    return Mismatch(step, outside, names, is_restored, loads, last[0], values)
+    digests = [[own[p][names[0]] for p in (last, use) if p is not None] for own in each]
+    return Mismatch(step, outside, names, is_restored, loads, last, digests)
 
 
 def _weights(log: RankLog) -> States:
@@ -144,8 +145,9 @@ def changed_outside(case: Case) -> Judgement:
         return NoFault(
             "between optimizer steps, all ranks made the same changes of weights or none."
         )
-    name, previous, done = mismatch.names[0], mismatch.previous_step, mismatch.step - 1
-    if not done and not any(log.of(DDPBuilt) for log in case.ranks):
+    name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
+    forwards = _forwards_with(case.ranks[0], name)
+    if last is None and all(e.sync is None and not e.bypasses_ddp for e in forwards):
         if not case.trains_together:
             return NotJudged(
                 "the ranks start with different weights and exchange no gradients: each may train a model of "
@@ -154,27 +156,27 @@ def changed_outside(case: Case) -> Judgement:
             )
         return mismatch.fault(
             what="the ranks start with different weights.",
-            at=next((e.at for e in case.ranks[0].of(ForwardEnded)), ""),
-            why=f"{name} differs before the first step, and the script does not make it equal.",
+            at=forwards[0].at,
+            why=f"{name} differs before its first step, and the script does not make it equal.",
             fix="broadcast the weights from rank 0, or wrap the model in DDP, which does.",
-            evidence="the digests of the weights before step 1",
+            evidence=f"the digests of the weights before step {mismatch.step}",
         )
+    since = last[0] if last else 0
     changes = {
-        log.rank: [e.at for e in log.of(WeightsChanged) if previous <= e.steps_done <= done]
+        log.rank: [e.at for e in log.of(WeightsChanged) if since <= e.steps_done <= done]
         for log in case.ranks
     }
-    values = mismatch.values
-    ranks = [rank for rank, (before, now) in enumerate(values) if before not in (None, now)]
+    ranks = [rank for rank, (*then, now) in enumerate(mismatch.digests) if then and then != [now]]
     ranks = ranks or [rank for rank, lines in changes.items() if lines]
     if not 0 < len(ranks) < case.world_size:  # all ranks or none seem to have changed it
-        ranks = outliers([now for _, now in values])
+        ranks = outliers([own[-1] for own in mismatch.digests])
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
-    evidence = "the weights differ before step 1, although DDP made them equal"
-    if done:
-        evidence = f"equal on all ranks after step {previous}, different before step {done + 1}"
+    evidence = f"the weights differ before step {mismatch.step}, although DDP made them equal"
+    if last:
+        evidence = f"equal on all ranks after step {since}, different before step {mismatch.step}"
     if not changes[log.rank]:
-        evidence += "; the line is that of the next forward, because the change was not traced"
+        evidence += "; the line is that of the next forward, because the change itself was not seen"
     return mismatch.fault(
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
         at=(changes[log.rank] or uses)[0],
