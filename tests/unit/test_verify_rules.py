@@ -311,7 +311,8 @@ def test_numbers_after_a_gather_are_those_of_one_process(
 
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
     def ranks(*digests: int) -> list[list[Event]]:
-        return [[ForwardEnded(evaluation=1, model=100, params={"w": each})] for each in digests]
+        uses = [ForwardEnded(evaluation=1, model=100, params={"w": each}) for each in digests]
+        return [[DDPBuilt(ranks=2), use] for use in uses]
 
     assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
     judged = different_untrained_models(case(*ranks(1, 2)))
@@ -328,13 +329,10 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
     ],
 )
 def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: type) -> None:
-    ranks: list[list[Event]] = [
-        [
-            ForwardEnded(steps_done=step, model=100, params={"w": digest})
-            for step, digest in enumerate(own)
-        ]
-        for own in digests
-    ]
+    ranks: list[list[Event]] = [[DDPBuilt(ranks=2)] for _ in digests]
+    for events, own in zip(ranks, digests, strict=True):
+        for step, weight in enumerate(own):
+            events.append(ForwardEnded(steps_done=step, model=100, params={"w": weight}))
     judged = different_untrained_models(case(*ranks))
     assert isinstance(judged, found)
     if isinstance(judged, FaultFound):

@@ -8,14 +8,14 @@ from paceline.audit.events import Digests
 
 Point = tuple[int, ...]  # in the order of the script
 States = Mapping[Point, Digests]  # of one rank
+# By point and name, whether the ranks differ. A tensor that a rank did not record at a point is missing
+# there, which says nothing of its value.
+Differs = dict[Point, dict[str, bool]]
 
 
-def differing(each: Sequence[States]) -> dict[Point, dict[str, bool]]:
-    """Whether a tensor differs between ranks, by point and name.
-
-    A tensor is missing at a point at which a rank did not record it: that says nothing of its value.
-    """
-    found = {}
+def differing(each: Sequence[States]) -> Differs:
+    """Compare the states of all ranks at the points that all of them recorded, in the order of the script."""
+    found: Differs = {}
     for point in sorted(set.intersection(*map(set, each))):
         first, *others = (own[point] for own in each)
         found[point] = {
@@ -26,10 +26,9 @@ def differing(each: Sequence[States]) -> dict[Point, dict[str, bool]]:
     return found
 
 
-def first_difference(each: Sequence[States]) -> tuple[Point, list[str]] | None:
+def first_difference(differs: Differs) -> tuple[Point, list[str]] | None:
     """The first point at which tensors differ between ranks, and their names."""
-    named = (
-        (point, [name for name, differs in states.items() if differs])
-        for point, states in differing(each).items()
-    )
-    return next((found for found in named if found[1]), None)
+    for point, states in differs.items():
+        if names := [name for name, differ in states.items() if differ]:
+            return point, names
+    return None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import dropwhile
 
-from paceline.audit.events import DDPBuilt, ForwardEnded, ModelSeen, RankEnded
+from paceline.audit.events import DDPBuilt, Event, ForwardEnded, ModelSeen, RankEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
-from paceline.audit.rules.states import Point, States, first_difference
+from paceline.audit.rules.states import Differs, Point, differing, first_difference
 from paceline.audit.rules.weights import find_mismatch
 
-Uses = dict[Point, ForwardEnded]
+Uses = dict[Point, ForwardEnded]  # by step, evaluation (0 in training) and model
 
 
 def different_buffers(case: Case) -> Judgement:
@@ -32,7 +33,8 @@ def different_buffers(case: Case) -> Judgement:
             return NoFault("the buffers were equal on all ranks at the end of the training.")
         each = [_first_uses(log.training_forwards) for log in case.ranks]
         when = "training"
-    found = first_difference([{point: e.buffers for point, e in own.items()} for own in each])
+    buffers = [{point: event.buffers for point, event in own.items()} for own in each]
+    found = first_difference(differing(buffers))
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
     point, names = found
@@ -55,12 +57,10 @@ def different_untrained_models(case: Case) -> Judgement:
         _first_uses(e for e in _since_training_began(log) if e.params is not None and not e.trains)
         for log in case.ranks
     ]
-    random = _models_with_random_weights(each)
-    each = [
-        {point: e for point, e in own.items() if e.evaluation or e.model not in random}
-        for own in each
-    ]
-    found = first_difference(_params(each))
+    differs = differing([{at: event.params or {} for at, event in own.items()} for own in each])
+    random = _models_with_random_weights(differs)
+    used = {at: own for at, own in differs.items() if at[1] or at[2] not in random}
+    found = first_difference(used)
     if found is not None:
         if not case.trains_together and find_mismatch(case) is not None:
             return NotJudged("the ranks exchange no gradients, and each trains another model.")
@@ -83,7 +83,7 @@ def different_untrained_models(case: Case) -> Judgement:
             evidence=f"the digests of {names[0]} after step {first.steps_done}",
             effect=f"{len(names)} of {len(first.params or ())} parameters differ between ranks",
         )
-    if not all(each):
+    if not used:
         return NoFault("all models that were used without gradient are trained.")
     return NoFault("models that were used and are not trained were equal on all ranks.")
 
@@ -96,22 +96,12 @@ def _first_uses(forwards: Iterable[ForwardEnded]) -> Uses:
     return found
 
 
-def _models_with_random_weights(each: list[Uses]) -> set[int]:
+def _models_with_random_weights(differs: Differs) -> set[int]:
     """Models whose weights differ at their first use in training, as those of a random augmentation do."""
     firsts: dict[int, Point] = {}
-    for point in sorted(each[0]):
-        firsts.setdefault(point[-1], point)
-    params = _params(each)
-    return {
-        first[-1]
-        for first in firsts.values()
-        if not each[0][first].evaluation
-        and first_difference([{p: own[p] for p in own if p == first} for own in params])
-    }
-
-
-def _params(each: list[Uses]) -> list[States]:
-    return [{point: event.params or {} for point, event in own.items()} for own in each]
+    for point in differs:
+        firsts.setdefault(point[2], point)
+    return {model for model, at in firsts.items() if not at[1] and any(differs[at].values())}
 
 
 def _since_training_began(log: RankLog) -> list[ForwardEnded]:
@@ -119,10 +109,9 @@ def _since_training_began(log: RankLog) -> list[ForwardEnded]:
 
     Before, a script may call a model that is not equal on all ranks yet, to find the sizes of its layers.
     """
-    begins = (
-        number
-        for number, event in enumerate(log.events)
-        if isinstance(event, DDPBuilt) or (isinstance(event, ForwardEnded) and event.trains)
-    )
-    after = log.events[next(begins, 0) :]
-    return [event for event in after if isinstance(event, ForwardEnded)]
+    begun = dropwhile(lambda e: not (isinstance(e, DDPBuilt) or _trains(e)), log.events)
+    return [event for event in begun if isinstance(event, ForwardEnded)]
+
+
+def _trains(event: Event) -> bool:
+    return isinstance(event, ForwardEnded) and event.trains

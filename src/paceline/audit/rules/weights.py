@@ -46,12 +46,13 @@ class Mismatch:
 def find_mismatch(case: Case) -> Mismatch | None:
     """The first point at which the ranks use different weights; None if there is none."""
     each = [_weights(log) for log in case.ranks]
+    differs = differing(each)
     # Optimizers that exchange updated weights are equal again when the model is used.
-    found = first_difference([{p: own[p] for p in own if _is_use(p)} for own in each])
+    uses = {point: own for point, own in differs.items() if point[1] % 2}
+    found = first_difference(uses)
     if found is None:
         return None
     use, names = found
-    differs = differing(each)
     before = {
         name: max((p for p in differs if p < use and name in differs[p]), default=None)
         for name in names
@@ -61,7 +62,7 @@ def find_mismatch(case: Case) -> Mismatch | None:
     names = by_update or names
     last = before[names[0]]
     step = use[0] + 1 if outside or last is None else last[0]
-    later = [differs[p] for p in differs if p > use and _is_use(p)]
+    later = [own for point, own in uses.items() if point > use]
     is_restored = all(any(own.get(name) is False for own in later) for name in names)
     loads = _uneven_loads(case, step, outside=outside)
     digests = [[own[p][names[0]] for p in (last, use) if p is not None] for own in each]
@@ -71,8 +72,8 @@ def find_mismatch(case: Case) -> Mismatch | None:
 def _weights(log: RankLog) -> States:
     """The weights of a rank, by step and turn.
 
-    Turn 0 of a parameter is after its update in that step, and turn 1 its use after that. A model that is
-    used before its own update in a step, as after that of another model, begins with turn 1.
+    Turn 0 of a parameter is its update in that step, and turn 1 its use after that. A model that is used
+    before its own update in a step, as after that of another model, begins with turn 1. So uses are odd.
     """
     found: defaultdict[Point, Digests] = defaultdict(dict)
     turns: defaultdict[tuple[int, str], int] = defaultdict(int)
@@ -89,10 +90,6 @@ def _weights(log: RankLog) -> States:
             turns[step, name] += (turns[step, name] % 2 == 1) != is_use
             found[step, turns[step, name]][name] = value
     return found
-
-
-def _is_use(point: Point) -> bool:
-    return point[1] % 2 == 1
 
 
 def _uneven_loads(case: Case, step: int, *, outside: bool) -> dict[int, StateLoaded]:
