@@ -271,8 +271,8 @@ class _Interceptor(nn.Module):
         self._kind = kind
         self._what = stages, name, layer  # a tuple, so that torch does not register the layer
 
-    @property
-    def __class__(self) -> type[nn.Module]:  # type: ignore[override, misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
         kind: type[nn.Module] = self.__dict__.get("_kind", _Interceptor)
         return kind
 
