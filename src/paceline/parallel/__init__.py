@@ -1,1 +1,2 @@
-"""Strategies that train one model on several ranks: fronts to torch's DDP and FSDP2, and exact sums."""
+"""Strategies that train one model on several ranks: fronts to torch's DDP, FSDP2, tensor parallelism and
+pipelines, and exact sums. Also SyncBatchNorm, compression, and the parameter server."""

@@ -49,6 +49,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class ExactStrategy(DDPStrategy):
+    """Exact integer sums of the gradients, in place of DDP's reduction."""
+
     reduces_in_backward = False
     repeats_steps = True
     is_reproducible = True

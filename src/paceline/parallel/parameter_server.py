@@ -201,7 +201,7 @@ class ParameterServer:
         self.address = ""
         self.version = 0
         self._changed = threading.Condition()  # guards everything below, and `version`
-        self._strangers: set[Connection] = set()  # have not shown the key yet
+        self._unauthenticated: set[Connection] = set()  # have not shown the key yet
         self._connections: dict[int, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._num_connected = 0  # workers so far; also the number of the newest
@@ -297,7 +297,7 @@ class ParameterServer:
         while True:
             with self._changed:
                 threads, self._threads = self._threads, []
-                for connection in (*self._strangers, *self._connections.values()):
+                for connection in (*self._unauthenticated, *self._connections.values()):
                     connection.close()
                 self._changed.notify_all()
             if not threads:
@@ -347,16 +347,16 @@ class ParameterServer:
                 time.sleep(POLL_S)
 
     def _serve(self, connection: Connection) -> None:
-        worker = 0  # a stranger
+        worker = 0  # not authenticated yet
         try:
             with self._changed:
                 if self._listener is None:
                     return
-                self._strangers.add(connection)
+                self._unauthenticated.add(connection)
             if not self._has_key(connection):
                 return
             with self._changed:
-                self._strangers.discard(connection)
+                self._unauthenticated.discard(connection)
                 self._num_connected += 1
                 worker = self._num_connected
                 self._connections[worker] = connection
@@ -387,7 +387,7 @@ class ParameterServer:
             ValueError,
             AttributeError,
             RecursionError,
-        ) as error:  # what JSON from anyone can cause
+        ) as error:  # that malformed JSON can raise
             log.logger.debug("a connection without the key: %s", error)
             return False
         connection.socket.settimeout(None)
@@ -413,7 +413,7 @@ class ParameterServer:
 
     def _forget(self, worker: int, connection: Connection) -> None:
         with self._changed:
-            self._strangers.discard(connection)
+            self._unauthenticated.discard(connection)
             self._connections.pop(worker, None)
             self._steps.pop(worker, None)
             self._idle_since.pop(worker, None)

@@ -201,7 +201,7 @@ class Pipe:
         template: torch.Tensor,
         received: torch.Tensor,
     ) -> torch.Tensor:
-        """The same within a schedule, where the last stage returns the loss.
+        """Compute one stage of a micro-batch inside a schedule: the tensor to send, on the last stage the loss.
 
         Args:
             template: The shape and dtype for which the schedule has buffers.

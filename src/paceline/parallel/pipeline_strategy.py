@@ -81,7 +81,7 @@ class PipelineStrategy(Strategy):
         self._times = self._pipe.run(step)
 
     def step_count(self, count: float | torch.Tensor) -> torch.Tensor:
-        """The count of the last stage, on all stages; the times travel with it."""
+        """The count of the last stage, on all stages. The same all-reduce sums the times."""
         device = self._job.device
         own = torch.as_tensor(count, dtype=torch.float64, device=device)  # 0 on other stages
         times = torch.tensor(self._times, dtype=torch.float64, device=device)

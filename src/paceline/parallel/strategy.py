@@ -1,4 +1,4 @@
-"""`Strategy`: how the ranks of one training run a step together, and who sums their gradients.
+"""`Strategy`: how the ranks of one training run a step together and sum their gradients.
 
 `Training` chooses the strategy by how its models were wrapped, and makes one object for all its steps. `Step`
 leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an entry
@@ -60,8 +60,8 @@ class Strategy:
             the loop over its micro-batches. Then there is one optimizer.
         reduces_gradients: Whether ranks add whole gradients. The speed of their connection is then measured,
             for the advice about bottlenecks.
-        keeps_token_divisor: Whether gradients of all steps must have one unit. With count="tokens" they
-            are then divided by the same number in each step until `update`.
+        keeps_token_divisor: Whether gradients of consecutive steps must share one divisor, because the
+            strategy carries values from step to step.
     """
 
     divisor = 1
@@ -144,7 +144,7 @@ class Strategy:
         raise NotImplementedError
 
     def step_count(self, count: float | torch.Tensor) -> float | torch.Tensor:
-        """The count of this data rank's losses after `run_micro_batches`, from this rank's."""
+        """The count of this data rank's losses after `run_micro_batches`, given the count of this rank."""
         return count
 
     def finish(self, optimizer: Optimizer) -> None:
