@@ -1,8 +1,8 @@
 """Every private name of torch that Paceline uses: why, since which torch, and what happens without it.
 
-No other module may use a private name of torch, with two exceptions: the saved values of nodes of the graph in
-`audit/loss_weight.py`, and `torch._foreach_*`, which torch's own documentation names for lists of tensors and
-which every supported version has. A caller asks `find(path)` for the object. If the installed
+No other module may use a private name of torch, with two exceptions: the saved values of nodes of the graph
+in `audit/loss_weight.py`, and `torch._foreach_*`, which torch's own documentation names for lists of tensors
+and which every supported version has. A caller asks `find(path)` for the object. If the installed
 torch does not have it, `find` warns once and returns None, and the caller switches its feature off. Only
 names in `NAMES` can be found. `tests/unit/test_torch_private.py` looks up each of them, so a new torch
 that lacks a name fails that test first.

@@ -201,7 +201,7 @@ class Pipe:
         template: torch.Tensor,
         received: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute one stage of a micro-batch inside a schedule: the tensor to send, on the last stage the loss.
+        """Compute one stage of a micro-batch inside a schedule: the tensor to send, or the loss at the end.
 
         Args:
             template: The shape and dtype for which the schedule has buffers.

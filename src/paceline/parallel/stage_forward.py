@@ -17,8 +17,8 @@ and the stages [embedding, block1] and [block2, head] is computed in two parts:
   `block2` the received tensor takes the place of the placeholder, and from there on everything has values.
 
 For this, each submodule is replaced by an `_Interceptor` under its own name: submodules of other ranks
-permanently, and this rank's own ones while a stage computes its forward or backward: activation checkpointing calls
-submodules again in the backward. So parameters keep the names of the whole model.
+permanently, and this rank's own ones while a stage computes its forward or backward, because activation
+checkpointing calls submodules again in the backward. So parameters keep the names of the whole model.
 
 A unit is the name of a submodule that belongs to one stage as a whole (see `pipeline_stages`). Submodules
 without parameters and buffers belong to no stage and compute on all ranks.
