@@ -487,7 +487,7 @@ def _copied(value: Any) -> Any:
     """A copy of nested arguments, because the model's `forward` may change them in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, dict):
+    if type(value) is dict:  # other types may have attributes; their tensors are not copied
         return {key: _copied(each) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
