@@ -790,6 +790,20 @@ def test_a_failure_after_the_watched_steps_is_noted(ended: list[Event], noted: b
     assert any("failed with ValueError: no score, at t.py:9." in note for note in notes) == noted
 
 
+@pytest.mark.parametrize(("epoch", "known"), [(3, 3), (torch.tensor(3), 3), ("third", None)])
+def test_an_epoch_may_be_set_by_any_name(tmp_path: Path, epoch: Any, known: int | None) -> None:
+    class Samples(torch.utils.data.Sampler[int]):
+        def set_epoch(self, to: Any) -> None:
+            self.to = to
+
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), cast(Any, SimpleNamespace()), 0)
+    hooks, sampler = record_data.DataHooks(progress), Samples()
+    loader = DataLoader(cast(Any, [1, 2]), sampler=sampler)
+    hooks.set_epoch(Samples.set_epoch, sampler, to=epoch)
+    assert sampler.to is epoch
+    assert hooks._epoch_of(loader) == known
+
+
 def test_a_script_is_not_sound_if_a_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "RULES", (Rule("broken", lambda case: cast(NoFault, 1 / 0)),))
     judged = judge(case([], []))["broken"]

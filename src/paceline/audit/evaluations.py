@@ -42,9 +42,7 @@ class Evaluation:
     rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     num_samples: int = 0  # the samples before the first collective
     collectives: list[CollectiveBegun] = field(default_factory=list)
-    gathers_samples: bool = (
-        False  # whether the script gathers values of each sample, such as predictions
-    )
+    gathers_samples: bool = False  # whether it gathers a value for each sample, such as predictions
     reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
     # By line, the numbers that the script took; if it gathers, only those after the first gather.
     numbers: dict[str, list[float]] = field(default_factory=dict)

@@ -405,9 +405,8 @@ class WeightsAt(PointEvent):
     params: dict[str, Summary] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in {"params", "buffers", "grads"} & vars(
-            self
-        ).keys():  # lists, if they come from JSON
+        # From JSON they come as lists.
+        for name in vars(self).keys() & {"params", "buffers", "grads"}:
             summaries = {key: Summary(*each) for key, each in vars(self)[name].items()}
             object.__setattr__(self, name, summaries)
 

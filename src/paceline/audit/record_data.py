@@ -72,7 +72,7 @@ class DataHooks:
         # Where each loader was built, and the lengths of those that are replayed.
         self._built: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
         self._watched: set[type] = set()  # the types whose `set_epoch` is recorded
-        self._epochs: dict[int, Any] = {}  # the latest epoch of each dataset or sampler, by id
+        self._epochs: dict[int, int] = {}  # the latest epoch of each dataset or sampler, by id
         self._lengths = {seen.built: seen.batches for seen in self._replayed.values()}
 
     def build(
@@ -85,9 +85,11 @@ class DataHooks:
                 self._watched.add(kind)
                 intercept("set_epoch", self.set_epoch, kind)
 
-    def set_epoch(self, set_epoch: Callable[..., Any], of: Any, epoch: Any, *args: Any) -> Any:
-        self._epochs[id(of)] = epoch
-        return set_epoch(of, epoch, *args)
+    def set_epoch(self, set_epoch: Callable[..., Any], of: Any, *args: Any, **kwargs: Any) -> Any:
+        epoch: Any = next(iter((*args, *kwargs.values())), None)
+        if hasattr(epoch, "__index__"):  # else it is no number, and cannot be compared with others
+            self._epochs[id(of)] = int(epoch)
+        return set_epoch(of, *args, **kwargs)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
         if sys._getframe(2).f_code.co_filename.startswith(_PACELINE):

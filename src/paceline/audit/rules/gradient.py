@@ -424,9 +424,7 @@ class _Unequal:
     pair: tuple[BackwardBegun, BackwardBegun]
     step: int
     limit: float  # of `factor`: below it this is a note
-    rank: int | None = (
-        None  # the rank that has both; None in the solo run, and if each is of another rank
-    )
+    rank: int | None = None  # that has both; None in the solo run, and if each is of another rank
 
     @property
     def factor(self) -> float:
