@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import paceline
+from paceline.job.preemption import Preempted
 from paceline.testing import run_ranks
 
 
@@ -189,9 +192,53 @@ def test_schedules_without_a_metric_and_optimizers_with_a_closure_are_refused() 
         assert found["closure"][0] == "ConfigError"
         assert "LBFGS is not supported: its `step` needs a closure" in found["closure"][1]
         assert found["per epoch"][0] == "ConfigError"
-        assert "no metric" not in found  # a warning, so that the code after the loop runs
+        assert found["no metric"][0] == "StepError"
+        assert "got no metric in 3 epochs" in found["no metric"][1]
         assert found["differs"][0] == "RankDisagreement"
         assert found["no plateau"][0] == "ConfigError"
+
+
+def _plateau(job: Any, folder: str, epochs: int, ends: str = "") -> str:
+    """A training with a metric after epoch 3; returns how its loop ends."""
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
+    training = paceline.Training(
+        job,
+        model,
+        optimizer,
+        batches,
+        schedule=ReduceLROnPlateau(optimizer),
+        checkpoints=paceline.Checkpoints(folder),
+    )
+    try:
+        for step in training.steps(epochs=epochs):
+            backwards(training, step)
+            step.update()
+            if step.ends_epoch and step.epoch == 2:
+                if ends == "signal":
+                    os.kill(os.getpid(), signal.SIGUSR2)
+                elif ends == "stop":
+                    step.stop()
+                else:
+                    training.step_schedule(1.0)
+    except Preempted:
+        return "preempted"
+    return "ended"
+
+
+def _plateaus(job: Any, folder: str) -> list[str]:
+    return [
+        _plateau(job, f"{folder}/signal", 9, "signal"),
+        _plateau(job, f"{folder}/stop", 9, "stop"),
+        _plateau(job, f"{folder}/metric", 3),
+        _plateau(job, f"{folder}/metric", 6),  # resumed, without a metric in this run
+    ]
+
+
+def test_a_metric_may_come_in_another_run_of_the_training(tmp_path: Path) -> None:
+    (found,) = run_ranks(_plateaus, str(tmp_path), nproc=1)
+    assert found == ["preempted", "ended", "ended", "ended"]
 
 
 def _gan(job: Any, folder: str, until: int, reproducible: bool, count: str) -> dict[str, Any]:

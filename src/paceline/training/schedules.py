@@ -134,6 +134,19 @@ class TrainedSchedule:
                 else "remove scheduler.step(); Training(schedule=) steps it.",
             )
 
+    def refuse_no_metric(self) -> None:
+        """Raise StepError if a loop of two epochs or more ended, and no metric ever came.
+
+        The metrics before a resume count too.
+        """
+        if self._epochs_in_loop > 1 and not self._num_advances:
+            raise StepError(
+                f"ReduceLROnPlateau got no metric in {self._epochs_in_loop} epochs, so it never "
+                "changed the learning rate.",
+                why="it advances only with `training.step_schedule`.",
+                fix="call training.step_schedule(result.loss) after each evaluation.",
+            )
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 

@@ -311,6 +311,9 @@ class Training:
             self._log_preempted(preempted)
             raise preempted
         notice.deliver()  # a signal that only this rank received, after the last exchange
+        if not agreed.stop:  # a stopped loop may have been too short for a metric
+            for trained in self._context.optimizers:
+                trained.schedule.refuse_no_metric()
 
     def log(
         self,
