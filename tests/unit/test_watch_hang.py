@@ -183,6 +183,24 @@ def test_another_shape(name: str, differs: bool) -> None:
     assert found.culprits == ((3,) if differs else (0, 1, 2, 3))
 
 
+def test_a_collective_that_the_last_rank_has_just_entered_is_no_hang() -> None:
+    # The last rank can enter it between the launcher's question and the answers.
+    late = rank(3, call(4106, over=True), call(since_s=0.2), idle_s=0.2)
+    assert find_hang([*waiting(0, 1, 2), late], 4, 10.0) is None
+    unanswered = rank(3, entering=True, answered=False, idle_s=0.4)
+    assert find_hang([*waiting(0, 1, 2), unanswered], 4, 10.0) is None
+    # The same after it has ended for the last rank.
+    gone_on = rank(3, call(since_s=0.2, over=True), idle_s=0.1)
+    assert find_hang([*waiting(0, 1, 2), gone_on], 4, 10.0) is None
+    assert "all ranks have entered it" in verdict(*waiting(0, 1, 2, 3)).text
+
+
+def test_a_rank_that_is_briefly_in_another_group_is_no_hang() -> None:
+    here = rank(0, call(1, group="1", members=(0, 1)))
+    there = rank(1, call(1, group="2", members=(0, 1), since_s=0.2), idle_s=0.2)
+    assert find_hang([here, there], 2, 10.0) is None
+
+
 @pytest.mark.parametrize("busy", [False, True])  # a backend may poll while it waits
 def test_two_groups_in_another_order(busy: bool) -> None:
     here = rank(0, call(1, group="1", members=(0, 1)), busy=busy)

@@ -42,13 +42,15 @@ def find_hang(states: Sequence[RankState], world_size: int, after_s: float) -> H
     inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
     waiting = [state for state, since_s in inside if since_s >= after_s]
     if waiting:
-        return _explain_collective(states, waiting)
+        return _explain_collective(states, waiting, after_s)
     if inside or any(state.idle_s < after_s for state in alive):
         return None
     return _explain_others(states, world_size)
 
 
-def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState]) -> Hang:
+def _explain_collective(
+    states: Sequence[RankState], waiting: Sequence[RankState], after_s: float
+) -> Hang | None:
     call = _collective_to_report(states, waiting)
     differing = _differing(states, call)
     if differing:
@@ -57,6 +59,10 @@ def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState
     inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
     absent = [state for state in states if state.rank in members and state not in inside]
     remote = sorted(set(members) - {state.rank for state in states})
+    if _has_just_entered(
+        [state for state in inside if state.rank in members], absent, call, after_s
+    ):
+        return None
     stuck = [state for state in waiting if _is_same(state.waiting, call)]
     lines = _waiters(stuck, call)
     lines += _grouped(absent, lambda state: f"not entered it: {_activity(state)}", "has", "have")
@@ -82,6 +88,21 @@ def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState
         (call.group, call.number) if alarm else (call.name, *(state.where.line for state in absent))
     )
     return _hang(alarm, absent or stuck, lines, why, fix, key)
+
+
+def _has_just_entered(
+    inside: Sequence[RankState], absent: Sequence[RankState], call: Call, after_s: float
+) -> bool:
+    """Whether each rank is in a collective, and one of those that decide has entered its own recently.
+
+    The other ranks have waited for it until now, so they do not show that the collectives do not end.
+    """
+    if absent:
+        calls = [state.waiting for state in absent if state.waiting is not None]
+        return len(calls) == len(absent) and any(one.since_s < after_s for one in calls)
+    entered = [one.since_s for state in inside for one in state.calls if _is_same(one, call)]
+    entered += [state.idle_s for state in inside if state.entering]
+    return any(since_s < after_s for since_s in entered)
 
 
 def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankState]) -> Call:
