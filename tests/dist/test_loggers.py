@@ -732,7 +732,7 @@ def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(
         for window in range(4):
             for _ in range(4 * (window < 2)):
                 report.count(epoch=0, num_samples=3)
-            report.write_times(4 * window + 4, [report.measure()])
+            report.write_times(4 * window + 4, [report.own_times()])
         report.end()
     windows = read_record(tmp_path).windows
     assert [(w.steps, w.samples) for w in windows] == [(2, 6), (5, 15), (1, 3)]
@@ -757,7 +757,7 @@ def test_the_rows_of_a_window_without_finished_steps_belong_to_the_next(
             for _ in range(4):
                 report.count(epoch=0, num_samples=3)
             other = pack_row(times(other_finished), 1, 1e9, 0.5, 0.5)
-            report.write_times(4 * number, [report.measure(), other])
+            report.write_times(4 * number, [report.own_times(), other])
         report.end()
     windows = read_record(tmp_path).windows
     assert [(w.step, w.steps, w.samples) for w in windows] == [(8, 8, 24), (12, 4, 12)]

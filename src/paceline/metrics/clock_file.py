@@ -104,7 +104,7 @@ class ClockFile:
         self._has_asked = is_last or clock.elapsed_s() >= window_s
         return self._has_asked
 
-    def measure(self) -> list[float]:
+    def own_times(self) -> list[float]:
         """The row of this rank: where the time of the steps since its last row went."""
         self._has_asked = False
         times = clock.take()

@@ -209,9 +209,9 @@ class Report:
         is_needed = shows or any(logger.takes_times for logger in self._loggers)
         return self._clock_file.asks(is_last=is_last, is_needed=is_needed)
 
-    def measure(self) -> list[float]:
+    def own_times(self) -> list[float]:
         """Where the time of this rank's last steps went, as a row for `write_times`."""
-        return self._clock_file.measure()
+        return self._clock_file.own_times()
 
     def write_link(self, step: int, link: Mapping[str, float]) -> None:
         """Write what was measured of the connection between the ranks."""

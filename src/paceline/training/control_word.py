@@ -111,7 +111,7 @@ class Control:
         own: The requests of this rank, sent with the next word.
         agreed: The requests that all ranks know of and have not carried out yet, equal on all ranks. They
             come from words, and from calls that all ranks make in the same step.
-        measure: Returns the row of this rank for a word with times.
+        own_times: Returns the row of this rank for a word with times.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
     All ranks call `end_step` after every step, with equal `step` and `now`; `loss` and `count` are this
@@ -122,7 +122,7 @@ class Control:
         self._job = job
         self.in_memory = isinstance(job.group, ShmGroup)
         self.own, self.agreed = Requests(), Requests()
-        self.measure: Callable[[], list[float]] = list
+        self.own_times: Callable[[], list[float]] = list
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -249,7 +249,7 @@ class Control:
         """This rank's row among zeros, so that the sum over ranks has the rows of all."""
         sizes = [row_size(rank) for rank in range(self._job.world_size)]
         rank = self._job.rank
-        return [0.0] * sum(sizes[:rank]) + self.measure() + [0.0] * sum(sizes[rank + 1 :])
+        return [0.0] * sum(sizes[:rank]) + self.own_times() + [0.0] * sum(sizes[rank + 1 :])
 
     def _split_rows(self, numbers: list[float]) -> list[list[float]]:
         rows: list[list[float]] = []

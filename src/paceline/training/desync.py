@@ -102,7 +102,7 @@ class ReplicaCheck:
         if self._is_off or self._equal_step == step or self._equal_step is None:
             return
         began = time.perf_counter()
-        kinds = self._digests()
+        kinds = self._digest_replicas()
         cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
         step_s = (began - self._compared_at_s) / (step - self._equal_step)
         own_row = torch.tensor([*map(_total, kinds), int(cost_s * 1e9), int(step_s * 1e9)])
@@ -119,7 +119,7 @@ class ReplicaCheck:
         self._compared_at_s = time.perf_counter()
         self._cost_s = self._compared_at_s - began
 
-    def _digests(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _digest_replicas(self) -> tuple[dict[str, int], dict[str, int]]:
         """A number for each whole tensor, and for this rank's part of each sharded one, by name."""
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):

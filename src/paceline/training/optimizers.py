@@ -47,14 +47,6 @@ class TrainedOptimizer:
             if id(p) in owned
         ]
 
-    def clear_gradients(self) -> None:
-        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
-            self.optimizer.zero_grad()
-            return
-        # As torch's, without its profiler record, which takes several microseconds a step.
-        for p in self.parameters:
-            p.grad = None
-
 
 def trained_optimizers(
     models: list[torch.nn.Module],

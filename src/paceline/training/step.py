@@ -513,7 +513,7 @@ class Step:
                     ends_epoch=self.ends_epoch,
                     where=self._where,
                 )
-        trained.clear_gradients()
+        trained.optimizer.zero_grad()
         clock.enter(OTHER)
 
     def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:

@@ -557,10 +557,10 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
         self._control.begin_loop(self.number)
-        self._control.measure = self._measure
+        self._control.own_times = self._own_times
         for trained in context.optimizers:
             trained.schedule.begin()
-            trained.clear_gradients()  # of a backward before the loop, or of a step that was left
+            trained.optimizer.zero_grad()  # of a backward before the loop, or of a step that was left
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
             total = epochs * self.batches.steps_per_epoch
@@ -587,7 +587,7 @@ class Training:
     def _gradient_bytes(self) -> int:
         return sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
 
-    def _measure(self) -> list[float]:
+    def _own_times(self) -> list[float]:
         """This rank's row about where its time went. All ranks call it after the same step."""
         group = self.job.data.group
         if self._link is None and group is not None and self._context.strategy.reduces_gradients:
@@ -597,7 +597,7 @@ class Training:
             except RuntimeError as error:
                 self.job.reraise(error)
             self._report.write_link(self.number, self._link)
-        return self._report.measure()
+        return self._report.own_times()
 
     def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
@@ -654,7 +654,7 @@ class Training:
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
         # Without the link: it would be too late.
-        self._control.measure = self._report.measure
+        self._control.own_times = self._report.own_times
         for word in self._control.flush(self.number):
             self._apply(word)
         checkpoints = self.checkpoints

@@ -80,13 +80,15 @@ def zero_count_error(step: int, where: str = "") -> CountError:
     )
 
 
-def default_count(samples: int, kind: str, reduction: Reduction, where: Callable[[], str]) -> int:
+def default_count(
+    samples: int, count_unit: str, reduction: Reduction, where: Callable[[], str]
+) -> int:
     """The count of a loss for which none was given.
 
     Raises:
         CountError: the loss is a sum, or is weighed by tokens.
     """
-    if reduction == "mean" and kind == "samples":
+    if reduction == "mean" and count_unit == "samples":
         return samples
     raise CountError(
         "the loss has no count.",
@@ -94,9 +96,9 @@ def default_count(samples: int, kind: str, reduction: Reduction, where: Callable
         why="only a mean over the samples of a micro-batch has a known count."
         if reduction == "sum"
         else "the number of tokens of a micro-batch is not known.",
-        fix=f'for a mean loss pass reduction="mean"; for a sum pass count=, the number of {kind}.'
-        if reduction == "sum" and kind == "samples"
-        else f"pass count=, the number of {kind} in the loss.",
+        fix=f'for a mean loss pass reduction="mean"; for a sum pass count=, the number of {count_unit}.'
+        if reduction == "sum" and count_unit == "samples"
+        else f"pass count=, the number of {count_unit} in the loss.",
     )
 
 
@@ -280,17 +282,17 @@ def _targets_per_sample(node: Any, count: int) -> int | None:
 
 
 def check_count(
-    count: int | torch.Tensor, samples: int, kind: str, where: Callable[[], str]
+    count: int | torch.Tensor, samples: int, count_unit: str, where: Callable[[], str]
 ) -> None:
     """Raise CountError unless `count` fits a micro-batch of `samples`.
 
     A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
     """
-    if kind == "tokens" and not is_on_host(count):
+    if count_unit == "tokens" and not is_on_host(count):
         return
     if not count >= 0:
         raise CountError(f"count must be 0 or more, got {count}.", where=where(), count=count)
-    if kind == "samples" and count != samples:
+    if count_unit == "samples" and count != samples:
         raise CountError(
             f"count is {count}, but this micro-batch holds {samples} samples.",
             where=where(),
