@@ -129,16 +129,27 @@ ENDS: list[tuple[str, int, tuple[str, ...]]] = [
             "{script}:5 in <module>\n  why:   the script raised it, or something sent SIGINT",
         ),
     ),
-    # An error that was handled before the exit is not named; one that was printed is pointed at.
+    # An error that was handled before the exit is not named, unless it was printed.
     ("try: 1 / 0\nexcept ZeroDivisionError: pass\nsys.exit(5)", 5, ("exit code 5",)),
     ("try: 1 / 0\nexcept ZeroDivisionError: raise SystemExit(5) from None", 5, ("exit code 5",)),
     (
         "try: float('x')\nexcept ValueError: traceback.print_exc()\nsys.exit(1)",
         1,
         (
-            "exit code 1",
-            "the script called sys.exit(). It had printed an exception before, see above.\n",
+            "ValueError: could not convert string to float: 'x'\n",
+            "{script}:5 in <module>\n",
+            "the script caught the error and called sys.exit() at {script}:7 in <module>.\n",
         ),
+    ),
+    (
+        "try: float('x')\nexcept ValueError: logging.exception('bad')\nsys.exit(1)",
+        1,
+        ("ValueError: could not convert string to float: 'x'\n",),
+    ),
+    (
+        "try: float('x')\nexcept ValueError: print(traceback.format_exc())\nsys.exit(1)",
+        1,
+        ("ValueError: could not convert string to float: 'x'\n",),
     ),
     # The control socket is among these descriptors; the error still reaches the launcher.
     (
@@ -159,7 +170,7 @@ ENDS: list[tuple[str, int, tuple[str, ...]]] = [
     ),
 ]
 ALONE = """
-import ctypes, os, sys, time, traceback
+import ctypes, logging, os, sys, time, traceback
 if os.environ["RANK"] == "0":
     time.sleep(600)
 """
@@ -173,8 +184,10 @@ def test_how_a_rank_ended_is_the_exit_code_and_the_report(tmp_path: Path) -> Non
         assert f"paceline: rank 1 of 2 failed: {said[0]}" in one.err, (end, one)
         for text in said[1:]:
             assert text.format(script=tmp_path / f"case{number}.py") in one.err, (end, one)
-        prints = "print_exc" in end or ("raise OSError" in end and "hook" not in end)
-        assert one.err.count("Traceback") == prints, (end, one)
+        # The report shows the traceback of an error, also of one that the script has printed itself.
+        printed = "print_exc" in end or "logging" in end
+        reported = printed or "format_exc" in end or ("raise OSError" in end and "hook" not in end)
+        assert one.err.count("Traceback") == printed + reported, (end, one)
         assert "ZeroDivisionError" not in one.err
         assert "listens" not in one.err  # an abort is not explained by an earlier message
 

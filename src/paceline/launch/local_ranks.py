@@ -64,7 +64,6 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "variable": {},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
-_TRACEBACK = b"Traceback (most recent call last):\n"
 _START_FIXES = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`), or start fewer ranks on this host.",
     errno.ENOENT: "set PYTHON_EXEC to an interpreter, or unset it.",
@@ -327,7 +326,6 @@ class Rank:
         if self.returncode == -signal.SIGABRT:
             _, found, rest = self.streams[-1].tail.rpartition(b"terminate called")
             abort = rest if found else b""
-        printed = exit_place is not None and _TRACEBACK in self.streams[-1].tail
         return RankOutcome(
             rank=self.rank,
             host=socket.gethostname(),
@@ -336,7 +334,6 @@ class Rank:
             returncode=self.returncode,
             error=error,
             exit_place=exit_place,
-            printed_error=printed and error is None,
             interrupted_at=interrupted_at,
             hung=self.hung,
             frozen_s=self.frozen_s,

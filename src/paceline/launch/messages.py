@@ -167,8 +167,7 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     if outcome.error is not None or (outcome.returncode is not None and outcome.returncode < 0):
         return ""
     if outcome.exit_place is not None:
-        printed = " It had printed an exception before, see above." if outcome.printed_error else ""
-        return f"the script called sys.exit().{printed}"
+        return "the script called sys.exit()."
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 

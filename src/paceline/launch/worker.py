@@ -37,9 +37,13 @@ from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
+# An error that was printed this long before sys.exit() may have nothing to do with the exit.
+_PRINTED_S = 60.0
 # How the script ended; `_finish` ends the process in the same way.
 _status = 0
 _interrupted = False
+# The event about the last error that the script has printed or formatted.
+_printed: dict[str, Any] | None = None
 
 
 def _load(*names: str) -> Any:
@@ -170,6 +174,7 @@ def main() -> NoReturn:
     if "torch" in sys.modules:
         _variables.watch(functools.partial(_apply_variable, control))
         _watch_spawned_processes()
+    _watch_printed_errors()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
@@ -279,6 +284,8 @@ def _exit_code(error: SystemExit, control: Control) -> int:
     if code & 0xFF:
         if (handled := _handled_by(error)) is not None:
             control.send(_describe(handled) | {"event": "raised", "shown": False})
+        elif _printed is not None and time.time() - _printed["time"] < _PRINTED_S:
+            control.send(_printed)
         control.send(
             {
                 "event": "exit",
@@ -296,6 +303,26 @@ def _handled_by(error: SystemExit) -> Exception | None:
         hidden = None if handled.__suppress_context__ else handled.__context__
         handled = handled.__cause__ or hidden
     return handled if isinstance(handled, Exception) else None
+
+
+def _watch_printed_errors() -> None:
+    """Remember what the script prints by `traceback` or `logging`: it may call sys.exit() after that."""
+
+    def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(error: Any, *args: Any, **options: Any) -> Any:
+            global _printed
+            # In the old form of a call, the type is the first argument.
+            value = args[0] if args else options.get("value", error)
+            if isinstance(value, Exception):
+                _printed = _describe(value) | {"event": "raised", "shown": False}
+            return function(error, *args, **options)
+
+        return call
+
+    module: Any = traceback
+    module.print_exception = remembering(traceback.print_exception)
+    module.format_exception = remembering(traceback.format_exception)
 
 
 def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> NoReturn:

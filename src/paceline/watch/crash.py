@@ -101,7 +101,6 @@ class RankOutcome:
         time: When the error was raised, otherwise when the rank ended, in seconds since the epoch.
         returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
-        printed_error: The script printed an exception, and called sys.exit() later.
         interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
@@ -118,7 +117,6 @@ class RankOutcome:
     returncode: int | None
     error: Error | None = None
     exit_place: str | None = None
-    printed_error: bool = False
     interrupted_at: str = ""
     stopped: bool = False
     hung: bool = False
