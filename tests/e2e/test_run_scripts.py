@@ -83,7 +83,12 @@ def work(index, size, chooses):
 
 if __name__ == "__main__":
     if os.environ["WORLD_SIZE"] == "1":
-        mp.spawn(work, (2, True), nprocs=2)
+        spawned = mp.get_context("spawn").Process
+        ranks = [spawned(target=work, args=(n, 2), kwargs={"chooses": True}) for n in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
         choose_port()
         mp.spawn(work, (2, False), nprocs=2)
     else:

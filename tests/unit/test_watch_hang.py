@@ -201,6 +201,19 @@ def test_a_rank_that_is_briefly_in_another_group_is_no_hang() -> None:
     assert find_hang([here, there], 2, 10.0) is None
 
 
+def test_a_job_of_one_rank_that_waits_for_other_processes() -> None:
+    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits_in="init_process_group")
+    found = verdict(rank(0, where=begins), world=1)
+    assert found.text.splitlines() == [
+        "hang: rank 0 (host b, pid 810) has waited 12 s in init_process_group at train.py:3",
+        "why:  the job has one rank, and it waits for processes that this launcher did not start.",
+        "fix:  start them too; or leave rank, world_size and init_method out of the call, and choose the "
+        "number of ranks with --nproc-per-node.",
+    ]
+    assert find_hang([rank(0, where=begins, busy=True)], 1, 10.0) is None
+    assert find_hang([rank(0)], 1, 10.0) is None
+
+
 @pytest.mark.parametrize("busy", [False, True])  # a backend may poll while it waits
 def test_two_groups_in_another_order(busy: bool) -> None:
     here = rank(0, call(1, group="1", members=(0, 1)), busy=busy)

@@ -36,7 +36,7 @@ def meet_at_port(name: str, value: str) -> None:
         )
 
 
-def run_spawned(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a script's function in a process of `torch.multiprocessing.spawn`, which may set a port too."""
+def run_spawned(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call the target of a spawned process, which may set a port too."""
     watch(meet_at_port)
-    return function(*args)
+    return function(*args, **options)

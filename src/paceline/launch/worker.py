@@ -21,6 +21,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import queue
 import runpy
@@ -33,6 +34,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
@@ -465,17 +467,18 @@ def _is_importable() -> bool:
 
 
 def _watch_spawned_processes() -> None:
-    """Watch for a port that processes of `torch.multiprocessing.spawn` set."""
-    spawn: Any = sys.modules["torch.multiprocessing.spawn"]
-    start = spawn.start_processes
+    """Watch for a port that spawned processes set. Forked ones inherit what watches this process."""
+    start = BaseProcess.start
 
-    def start_watched(function: Any, *args: Any, **options: Any) -> Any:
-        if _is_importable():
-            function = functools.partial(_variables.run_spawned, function)
-        return start(function, *args, **options)
+    @functools.wraps(start)
+    def start_watched(process: Any) -> None:
+        method = process._start_method or multiprocessing.get_start_method()
+        if method != "fork" and process._target is not None and _is_importable():
+            process._target = functools.partial(_variables.run_spawned, process._target)
+        start(process)
 
-    package: Any = sys.modules["torch.multiprocessing"]
-    spawn.start_processes = package.start_processes = start_watched
+    kind: Any = BaseProcess
+    kind.start = start_watched
 
 
 def _apply_variable(control: Control, name: str, value: str) -> None:

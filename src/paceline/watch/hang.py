@@ -199,8 +199,10 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
     stuck = [state for state in alive if state.where.waits_in and not state.busy]
-    if not alive or (world_size == 1 and not loading and alive[0].state not in "TD"):
+    if not alive:
         return None
+    if world_size == 1 and not loading and not stuck and alive[0].state not in "TD":
+        return None  # such as an interactive program that waits for input
     if not stuck and any(state.busy or state.where.serves for state in alive):
         return None  # a server without requests is idle, and so are those that wait for it
     rest = [state for state in alive if state not in stuck]
@@ -218,6 +220,12 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
         why, fix = _why_and_fix(rest, stuck)
     elif ended:
         why, fix = _why_and_fix(ended, stuck)
+    elif world_size == 1:
+        why = "the job has one rank, and it waits for processes that this launcher did not start."
+        fix = (
+            "start them too; or leave rank, world_size and init_method out of the call, and choose the number "
+            "of ranks with --nproc-per-node."
+        )
     elif all(state.where.waits_in == stuck[0].where.waits_in for state in stuck):
         why = f"all ranks are in {stuck[0].where.waits_in}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
