@@ -83,6 +83,8 @@ def test_an_exit_of_a_rank_is_an_error_and_does_not_end_the_caller(nproc: int, c
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "deadline_s"])
-def test_a_time_that_is_not_positive_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} must be more than 0, got -1"):
-        paceline.spawn(_exits, 0, nproc=1, **{option: -1})
+def test_a_time_that_is_not_positive_or_not_finite_is_refused(option: str) -> None:
+    for value in (-1, float("inf")):
+        said = f"{option} must be more than 0 and finite, got {value}"
+        with pytest.raises(ConfigError, match=said):
+            paceline.spawn(_exits, 0, nproc=1, **{option: value})

@@ -59,6 +59,11 @@ def test_the_host(host: str, endpoint: str) -> None:
     assert str(read_options(["--nnodes=2", "--host", host, "train.py"]).endpoint) == endpoint
 
 
+@pytest.mark.parametrize(("given", "nodes"), [("2", "2"), ("2:2", "2"), ("1:3", "1:3")])
+def test_the_number_of_nodes_has_one_spelling(given: str, nodes: str) -> None:
+    assert read_options([f"--nnodes={given}", "--host", "10.0.0.1", "train.py"]).nodes == nodes
+
+
 NOT_HOSTS = ("", ":29400", "http://x:1", "10.0.0.1:99999", "10.0.0.1:abc", "a b", "[a]")
 REFUSED = [
     *(

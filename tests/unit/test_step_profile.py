@@ -38,6 +38,14 @@ def _watch() -> tuple[StepProfile, list[Any]]:
     return watch, ranks
 
 
+def test_an_answer_with_an_error_has_no_samples() -> None:
+    watch, ranks = _watch()
+    ranks[0].answer(TRAINS)
+    ranks[1].answers[REQUEST] = {"id": 1, "error": "ValueError('x')"}
+    watch.look(1.0, ranks)
+    assert "rank 0  most of it at" in watch.report("/me")
+
+
 def test_answers_are_added_up() -> None:
     watch, ranks = _watch()
     for second in (1.0, 2.0):

@@ -215,6 +215,11 @@ def test_a_known_error_says_more_than_where_it_was_raised() -> None:
     assert "  why:   it failed where ranks wait" in "\n".join(unknown)
 
 
+def test_an_error_of_autograd_in_a_job_of_one_rank_is_no_lost_peer() -> None:
+    info = dataclasses.replace(SHAPE, world_size=1)
+    assert "  why: " not in "\n".join(report(fact(0, 1.0, error=lost_peer()), info=info))
+
+
 @pytest.mark.parametrize(
     ("number", "why"),
     [

@@ -540,17 +540,48 @@ def test_a_rank_reports_names_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) 
     assert flight_recorder.table()["groups"] == {}
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     ("after_s", "step_s", "patience_s"), [(None, 0.5, 10.0), (None, 30.0, 300.0), (2.0, 30.0, 2.0)]
 )
-def test_the_patience_follows_the_usual_step(
-    after_s: float | None, step_s: float, patience_s: float
+def test_the_patience_follows_the_usual_time_between_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+    after_s: float | None,
+    step_s: float,
+    patience_s: float,
+    world_size: int,
 ) -> None:
-    local_ranks: Any = Silent()
+    ranks = [Silent() for _ in range(world_size)]
+    for number, rank in enumerate(ranks):
+        rank.local_rank = number
+    now = 100.0
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
+    local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=print)
     watch = HangWatch(local_ranks, after_s=after_s, ends=False)
-    watch.look(1)
+    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    watch.look(world_size)
     for number in range(1, 6):
-        local_ranks.counts = (number, number)
-        watch._progress_at -= step_s  # as if so much time had passed since the last collective
-        watch._sample(local_ranks, watch._progress_at + step_s, {})
+        now += step_s + 0.001
+        for rank in ranks:
+            rank.counts = (number, number)
+        watch.look(world_size)
     assert watch._patience_s == pytest.approx(patience_s, rel=0.01)
+
+
+def test_a_hang_is_reported_again_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = 100.0, []
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
+    monkeypatch.setattr("paceline.watch.processes.read_process", lambda pid: process(0.0, pid=pid))
+    monkeypatch.setattr("paceline.watch.processes.read_children", dict)
+    local_ranks: Any = types.SimpleNamespace(ranks=[], say=said.append)
+    watch = HangWatch(local_ranks, after_s=2.0, ends=False)
+    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    for restart in range(2):
+        local_ranks.ranks = [Asked(0), Asked(1)]
+        for one in local_ranks.ranks:
+            one.pid += 10 * restart
+        begin = now
+        while now < begin + 8:
+            watch.look(2)
+            now += 0.5
+        assert sum(text.startswith("hang: ") for text in said) == restart + 1

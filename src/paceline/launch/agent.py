@@ -414,7 +414,7 @@ class Agent(LocalElasticAgent):
             path = bundle.write(self._local_ranks.ranks, outcomes, text, self._options.args.log_dir)
         except OSError as error:
             return f"{text}  stacks and logs could not be written: {error}\n"
-        return f"{text}  stacks, collectives and logs of all ranks are in {path}\n"
+        return f"{text}  stacks, collectives and the last output of the ranks here are in {path}\n"
 
     def _lose_round(self, why: str) -> RunResult:
         self.verdict = None

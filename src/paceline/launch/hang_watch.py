@@ -33,7 +33,7 @@ from paceline.watch.rank_state import (
 )
 
 _HANG_AFTER_S = 10.0  # without --hang-after
-_STEPS = 10  # or this many median steps without progress, if that is longer
+_INTERVALS = 10  # or this many median times between two collectives, if that is longer
 _INTERVAL_S = 0.5  # between two checks
 _SOON_S = 0.05  # the same, while answers are awaited
 _ANSWER_S = 0.8  # for the answers of the ranks
@@ -41,7 +41,7 @@ _OTHERS_S = 2.5  # for the answers of the other nodes' launchers
 _ENDING_S = 15.0  # the longest usual exit of a process; after it the kernel holds the process
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
-_KEPT = 20  # latest steps
+_KEPT = 20  # latest times between two collectives
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class HangWatch:
     """Detects hangs among the ranks of this node.
 
     Args:
-        after_s: Seconds without progress before a hang is reported; None for 10 s or ten median steps, 0 for
-            never.
+        after_s: Seconds without progress before a hang is reported; None for 10 s or, if that is longer, ten
+            median times between two collectives; 0 for never.
         ends: Whether a hang ends the round.
     """
 
@@ -120,7 +120,7 @@ class HangWatch:
         self._local_ranks = local_ranks
         self._after_s = after_s
         self._ends = ends
-        self._reported: set[object] = set()  # keys of hangs, and missing names of torch
+        self._missing: set[str] = set()  # names of torch that were reported
         # With several nodes, each launcher has the states of all ranks.
         self.exchange: NodeExchange | None = None
         self._request = 0  # the number of the latest request to the ranks
@@ -134,7 +134,8 @@ class HangWatch:
         self._pids = pids
         self._ask_next = self._deadline = self._others_until = 0.0
         self._activities: dict[int, Activity] = {}
-        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._reported: set[object] = set()  # keys of hangs
+        self._intervals: deque[float] = deque(maxlen=_KEPT)
         self._progress_at = time.monotonic()
         self._alarmed = False
         self._stragglers.begin()
@@ -151,10 +152,10 @@ class HangWatch:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         # Only if a rank is idle, since this reads all processes of the host.
-        idle = any(now - activity.since > 1 for activity in self._activities.values())
+        idle = any(now - each.since > self._idle_s for each in self._activities.values())
         children = processes.read_children() if idle and not self._deadline else {}
-        for rank in alive:
-            self._sample(rank, now, children)
+        if any([self._sample(rank, now, children) for rank in alive]):
+            self._note_progress(now)
         if self._stragglers.look(
             now, alive, sum(activity.counts[0] for activity in self._activities.values())
         ):
@@ -200,11 +201,26 @@ class HangWatch:
         """Seconds without progress before a hang is reported."""
         if self._after_s is not None:
             return self._after_s
-        usual_s = statistics.median(self._steps) if self._steps else 0.0
-        return max(_HANG_AFTER_S, _STEPS * usual_s)
+        usual_s = statistics.median(self._intervals) if self._intervals else 0.0
+        return max(_HANG_AFTER_S, _INTERVALS * usual_s)
 
-    def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> None:
+    @property
+    def _idle_s(self) -> float:
+        """Seconds without progress before what the processes below a rank do matters."""
+        return max(1.0, self._patience_s - self._window_s - 2 * _INTERVAL_S)
+
+    def _note_progress(self, now: float) -> None:
+        if any(activity.counts[1] for activity in self._activities.values()):
+            self._intervals.append(now - self._progress_at)
+        self._progress_at = now
+        if self._alarmed:
+            self._alarmed = False
+            self._local_ranks.say("paceline: the ranks make progress again\n")
+
+    def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> bool:
+        """Sample a rank; returns whether it has made progress since the last sample."""
         activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
+        progressed = False
         beat = read_beat(rank.probed())
         if "error" in beat:
             raise RuntimeError(beat["error"])
@@ -213,25 +229,22 @@ class HangWatch:
             counts = (beat["entered"], beat["over"])
             if counts != activity.counts:
                 activity.counts, activity.since = counts, now
-                if counts[1]:
-                    self._steps.append(now - self._progress_at)
-                self._progress_at = now
-                if self._alarmed:
-                    self._alarmed = False
-                    self._local_ranks.say("paceline: the ranks make progress again\n")
+                progressed = True
         found = processes.read_process(rank.pid)
         activity.state = found.state if found is not None else ""
         if found is None:
-            return
+            return progressed
         if activity.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
             activity.ending = self._watched_s
         if self._deadline:
-            return  # to answer, a rank uses the CPU and reads files
-        below = processes.descendants(rank.pid, children) if now - activity.since > 1 else ()
+            return progressed  # to answer, a rank uses the CPU and reads files
+        is_idle = now - activity.since > self._idle_s
+        below = processes.descendants(rank.pid, children) if is_idle else ()
         tree = [found, *filter(None, map(processes.read_process, below))]
         activity.add(
             self._watched_s, tree, activity.beat.get("stack_hash"), window_s=self._window_s
         )
+        return progressed
 
     @property
     def _window_s(self) -> float:
@@ -268,16 +281,13 @@ class HangWatch:
         ours = any(rank.rank in hang.culprits for rank in self._local_ranks.ranks)
         if not (is_first_node or ours):
             return None
-        self._report(hang.key, hang.text)
+        if hang.key not in self._reported:
+            self._reported.add(hang.key)
+            self._local_ranks.say(hang.text)
         if not hang.alarm:
             return None
         self._alarmed = True
         return hang if self._ends and ours else None
-
-    def _report(self, key: object, text: str) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
-            self._local_ranks.say(text)
 
     def _state(self, rank: Rank, now: float) -> RankState:
         host, pid = socket.gethostname(), rank.pid
@@ -298,8 +308,9 @@ class HangWatch:
         answered = answer.get("id") == self._request and "threads" in answer
         if answered:
             for name in NAMES:
-                if name.path in answer["missing"]:
-                    self._report(name, f"paceline: torch has no {name.path}: {name.without}\n")
+                if name.path in answer["missing"] and name.path not in self._missing:
+                    self._missing.add(name.path)
+                    self._local_ranks.say(f"paceline: torch has no {name.path}: {name.without}\n")
             main = answer["threads"][0]
             reported |= {
                 "where": read_stack(main["stack"], cwd),

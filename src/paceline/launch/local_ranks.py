@@ -46,7 +46,7 @@ _STALLED_SIGNAL_S = 2.0
 _STATE_S = 1.0  # how long running ranks may take to report their state after a failure
 _SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
 _FROZEN_S = 1.0  # a debugger or a profiler may stop a rank for a moment
-# Collectives that torch's flight recorder keeps in each rank: more than one step has.
+# Collectives that torch's flight recorder keeps in each rank. Those of the last seconds matter.
 _RECORDED_COLLECTIVES = "256"
 _PROBE_BYTES = 1 << 20
 _EVENT_BYTES = 8 << 20  # longest event

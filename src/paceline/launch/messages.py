@@ -112,7 +112,10 @@ def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
 
 def _where(outcome: RankOutcome, *, several: bool) -> str:
     parts = [f"first on rank {outcome.rank}"] if several else [f"rank {outcome.rank}"]
-    parts += [f"{'another node, ' * outcome.elsewhere}host {outcome.host}", f"pid {outcome.pid}"]
+    parts += [
+        f"{'another node, ' if outcome.elsewhere else ''}host {outcome.host}",
+        f"pid {outcome.pid}",
+    ]
     if outcome.error is not None and outcome.returncode is not None and outcome.returncode > 0:
         parts.append(f"exit code {outcome.returncode}")
     return ", ".join([*parts, outcome.place] if outcome.place else parts)
@@ -155,7 +158,7 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
             "host, or the connection between the hosts broke."
         )
-    if not verdict.certain:
+    if not verdict.certain and info.world_size > 1:
         return (
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."

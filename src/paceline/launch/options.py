@@ -118,6 +118,12 @@ class LaunchOptions:
         return self.args.training_script, is_file
 
     @property
+    def nodes(self) -> str:
+        """How many nodes the job may have: a number, or `MIN:MAX`."""
+        low, high = self.config.min_nodes, self.config.max_nodes
+        return str(low) if low == high else f"{low}:{high}"
+
+    @property
     def waiting(self) -> str:
         """How many nodes this one waits for, and where; empty if this node serves the store itself."""
         if self.address is not None:
@@ -192,7 +198,7 @@ def parser() -> CommandParser:
         type=float,
         metavar="SECONDS",
         help="how long the ranks may make no progress before a hang is reported (default: 10, or ten "
-        "usual steps if that is longer); 0 switches it off",
+        "times the usual time between two collectives, if that is longer); 0 switches it off",
     )
     hangs.add_argument(
         "--on-hang",

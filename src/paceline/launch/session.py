@@ -229,7 +229,7 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
         return facts_of_this_node(
             address,
             rank=options.node_rank,
-            nodes=options.args.nnodes,
+            nodes=options.nodes,
             script=script,
             is_file=is_file,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -145,8 +146,8 @@ def run_outcomes(
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
     for name, value in (("timeout_s", timeout_s), ("deadline_s", deadline_s)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be more than 0, got {value}.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be more than 0 and finite, got {value}.")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     if store is None:

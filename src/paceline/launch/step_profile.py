@@ -43,7 +43,7 @@ class StepProfile:
             alive: The ranks of this node that still run.
         """
         answers = {
-            rank.rank: rank.answers[REQUEST]["spent"]
+            rank.rank: rank.answers[REQUEST].get("spent", ())  # without it, an error
             for rank in alive
             if rank.answers.get(REQUEST, {}).get("id") == self._number
         }

@@ -29,7 +29,7 @@ from paceline.watch.straggler import (
 _INTERVAL_S = 1.0  # between two requests
 _FEW = 8  # collectives of each rank since the last request: then the interval is longer
 _LONG_INTERVAL_S = 3.0
-_KEPT = 1024  # collectives of each rank
+_KEPT = 1024  # collectives of each rank: 20 steps of up to 51
 _PROFILE_S = 0.4, 300.0  # length of a profile: shortest and longest
 _ANSWER_S = 2.0  # for the answers of the ranks
 _REST_S = 1.0, 600.0  # pause between two profiles of one suspect: doubles, up to the second number

@@ -65,7 +65,7 @@ def table() -> dict[str, Any]:
         "missing": [
             path
             for path in (_DUMP, _WORLD)
-            if "torch.distributed" in sys.modules and _loaded(path) is None
+            if _is_imported("torch.distributed") and _loaded(path) is None
         ],
     }
 
@@ -103,6 +103,12 @@ def _loaded(path: str) -> Any:
     """An attribute of a module; None if the module is not loaded or lacks it."""
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, None)
+
+
+def _is_imported(module: str) -> bool:
+    """Whether a module is imported to its end. On a slow disk the import of torch can take long."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _group_names() -> dict[Any, str]:

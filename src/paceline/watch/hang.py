@@ -201,7 +201,7 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
     stuck = [state for state in alive if state.where.waits_in and not state.busy]
     if not alive:
         return None
-    if world_size == 1 and not loading and not stuck and alive[0].state not in "TD":
+    if world_size == 1 and not loading and not stuck and alive[0].state not in ("T", "D"):
         return None  # such as an interactive program that waits for input
     if not stuck and any(state.busy or state.where.serves for state in alive):
         return None  # a server without requests is idle, and so are those that wait for it
@@ -223,8 +223,8 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
     elif world_size == 1:
         why = "the job has one rank, and it waits for processes that this launcher did not start."
         fix = (
-            "start them too; or leave rank, world_size and init_method out of the call, and choose the number "
-            "of ranks with --nproc-per-node."
+            "start them too; or leave rank, world_size and init_method out of the call, and choose the "
+            "number of ranks with --nproc-per-node."
         )
     elif all(state.where.waits_in == stuck[0].where.waits_in for state in stuck):
         why = f"all ranks are in {stuck[0].where.waits_in}, and none gets an answer."
