@@ -181,6 +181,22 @@ def test_parts_of_sharded_tensors_are_compared_between_replicas() -> None:
         assert "all were equal after step 2" in text
 
 
+def _due_after_an_early_save(job: Any, folder: str) -> int:
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    for step in training.steps(until=2):
+        backwards(training, step)
+        step.update()
+        if step.number == 1:
+            training.save()
+        else:
+            due: int = training._replica_check._due
+    return due
+
+
+def test_a_save_in_the_first_step_does_not_put_off_the_next_comparison(tmp_path: Path) -> None:
+    assert run_ranks(_due_after_an_early_save, str(tmp_path), nproc=2) == [11, 11]
+
+
 def test_the_interval_limits_the_share_of_time() -> None:
     assert interval(1_000_000, 1_000_000) == 200  # 0.5 % of the time
     assert interval(1_000, 1_000_000) == 10

@@ -74,6 +74,7 @@ def _with_metrics(job: Any, n: int) -> dict[str, Any]:
         "auroc": BinaryAUROC(),  # a list state of uneven length
         "correlation": PearsonCorrCoef(),  # states that are stacked and merged by compute
         "mean": MeanMetric(),
+        "doubled": MeanMetric() * 2.0,  # a metric that holds another one
         "both": MetricCollection(
             {"micro": MulticlassAccuracy(2, average="micro"), "macro": MulticlassAccuracy(2)}
         ),
@@ -89,6 +90,7 @@ def _with_metrics(job: Any, n: int) -> dict[str, Any]:
             "auroc": (p, y),
             "correlation": (p, y.float()),
             "mean": (p,),
+            "doubled": (p,),
             "both": (logits, y),
             "rows": logits,
             "flags": logits.argmax(1) == y,
@@ -112,7 +114,7 @@ def test_any_metric_and_predictions_in_order(nproc: int) -> None:
         for got, one in zip(rank, want, strict=True):
             assert got["rows"] == one["rows"]
             assert got["flags"] == one["flags"]
-            for name in ("auroc", "correlation", "mean", "micro", "macro"):
+            for name in ("auroc", "correlation", "mean", "doubled", "micro", "macro"):
                 # float32 states, summed or merged in another order
                 assert got[name] == pytest.approx(one[name], rel=1e-5), name
 

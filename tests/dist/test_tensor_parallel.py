@@ -171,6 +171,26 @@ WRONG = {
 }
 
 
+def _sums_of_samples(job: Any) -> dict[str, Any]:
+    from torchmetrics import SumMetric
+
+    model = paceline.tensor_parallel(
+        job, nn.Sequential(nn.Linear(1, 4)), plan={"0": "colwise_gather_output"}
+    )
+    return paceline.evaluate(
+        job,
+        model,
+        torch.arange(40.0).unsqueeze(1),
+        lambda _, batch: {"plain": (batch,), "held": (batch,)},
+        metrics={"plain": SumMetric(), "held": SumMetric() * 1.0},
+    ).values
+
+
+def test_ranks_with_the_same_samples_count_them_once_in_a_metric_that_holds_another() -> None:
+    for values in run_ranks(_sums_of_samples, nproc=2, mesh=Mesh(tp=2)):
+        assert (float(values["plain"]), float(values["held"])) == (780.0, 780.0)
+
+
 def _refused(job: Any, kind: str) -> None:
     net: Any = GPT()
     options: dict[str, Any] = {}

@@ -822,7 +822,12 @@ WRONG = {
     "text as model": "ConfigError",
     "text as optimizer": "ConfigError",
     "dataset as batches": "ConfigError",
+    "no model": "ConfigError",
+    "no optimizer": "ConfigError",
+    "optimizer twice": "ConfigError",
     "flops": "ConfigError",
+    "late reduction": "LossError",
+    "run that returns three": "StepError",
     "vector as count": "CountError",
 }
 _LOSSES: dict[str, Any] = {
@@ -850,6 +855,13 @@ def _wrong(job: Any, kind: str) -> None:
         text, _, name = kind.split()
         given[name] = "adam" if text == "text" else make_data()
         paceline.Training(job, **given)
+    if kind in ("no model", "no optimizer", "optimizer twice"):
+        net = paceline.ddp(job, _model())
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        batches = paceline.Batches(job, make_data(), global_batch=6)
+        models = [] if kind == "no model" else [net]
+        optimizers = {"no optimizer": [], "optimizer twice": [sgd, sgd]}.get(kind, [sgd])
+        paceline.Training(job, models, optimizers, batches)
     if kind in ("frozen", "not wrapped"):
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -862,7 +874,9 @@ def _wrong(job: Any, kind: str) -> None:
     previous: Any = None
     if kind == "flops":
         training.report(flops="3")  # type: ignore[arg-type]
-    for step in training.steps(epochs=1):
+    for step in training.steps(epochs=3 if kind == "late reduction" else 1):
+        if kind == "run that returns three":
+            step.run(lambda batch: (loss_sum(training.models[0], batch), 1, 2))
         if kind.startswith("run "):
             step.run(lambda batch: loss_sum(training.models[0], batch))
         for x, y in step:
@@ -877,7 +891,8 @@ def _wrong(job: Any, kind: str) -> None:
             if kind == "no count" or "as mean" in kind:
                 step.backward(loss, reduction="mean" if "mean" in kind else "sum")
             elif kind != "forgotten":
-                reduction: Any = "median" if kind == "reduction" else "sum"
+                is_wrong = kind == "reduction" or (kind == "late reduction" and step.number > 3)
+                reduction: Any = "median" if is_wrong else "sum"
                 step.backward(loss, count=n, reduction=reduction)
             if kind == "twice":
                 step.backward(loss_sum(training.models[0], (x, y)), count=n)

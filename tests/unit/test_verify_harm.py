@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.reduction import no_sync_on_last
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.shards import whole_dataset
 from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.update import (
     clip_before_reduction,
@@ -196,6 +198,28 @@ def test_rows_that_are_padded_are_not_counted() -> None:
     judged = uneven_use(case(own, padded, solo=solo))
     assert isinstance(judged, NotJudged)
     assert "padded" in judged.why
+
+
+def _gives(parts: list[list[int]]) -> list[Event]:
+    events: list[Event] = []
+    for number, rows in enumerate(parts):
+        events += [
+            ForwardEnded(trains=True, rows=rows, samples=len(rows), sync=True),
+            BackwardBegun(),
+        ]
+        events.append(OptimizerStepEnded(step=number + 1))
+    return events
+
+
+def test_shards_of_several_passes_that_are_shuffled_anew_are_not_the_whole_dataset() -> None:
+    passes = [random.Random(seed).sample(range(960), 960) for seed in range(4)]
+    batches = [order[first : first + 16] for order in passes for first in range(0, 960, 16)]
+    batches = batches[: 36 * 6]  # 3.6 passes
+    shards = [_gives([batch[rank::2] for batch in batches]) for rank in range(2)]
+    assert isinstance(whole_dataset(case(*shards)), NoFault)
+    # Each rank reads all of it, in another order.
+    whole = [_gives(batches), _gives([*batches[60:], *batches[:60]])]
+    assert isinstance(whole_dataset(case(*whole)), FaultFound)
 
 
 # What is evaluated

@@ -154,7 +154,8 @@ class HangWatch:
         # Only if a rank is idle, since this reads all processes of the host.
         idle = any(now - each.since > self._idle_s for each in self._activities.values())
         children = processes.read_children() if idle and not self._deadline else {}
-        if any([self._sample(rank, now, children) for rank in alive]):
+        progressed = [self._sample(rank, now, children) for rank in alive]
+        if any(progressed):
             self._note_progress(now)
         if self._stragglers.look(
             now, alive, sum(activity.counts[0] for activity in self._activities.values())

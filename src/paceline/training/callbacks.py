@@ -336,7 +336,8 @@ class BestCheckpoint(Callback):
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group: `lr`, or `lr/0`, `lr/1`, ... for several.
 
-    The value after the update, which the next step uses.
+    The value after the update, which the next step uses unless an evaluation changes it
+    (`ReduceLROnPlateau`).
 
     Args:
         every_n: Only in steps whose number is a multiple of this.
@@ -345,6 +346,7 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(self, *, every_n: int = 1) -> None:
+        require_integers(1, every_n=every_n)
         self._every_n = every_n
 
     def on_step_end(self, event: StepEnd) -> None:

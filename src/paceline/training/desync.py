@@ -112,6 +112,8 @@ class ReplicaCheck:
                 if any(rows[rank][kind] != rows[ranks[0]][kind] for rank in ranks):
                     raise self._desync_error(step, digests, ranks)
         every = self._every
+        if every is None and step - self._equal_step < _FIRST_STEPS:
+            every = _FIRST_STEPS  # after a save in the first steps: too few to measure the time of a step
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
             every = interval(max(row[2] for row in rows), min(row[3] for row in rows))

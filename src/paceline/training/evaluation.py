@@ -267,8 +267,10 @@ def _reset_copy(metric: Any, device: torch.device) -> Any:
     copy = metric.clone()
     copy.reset()
     copy.to(device)
-    for part in copy.values() if hasattr(copy, "values") else [copy]:
-        part.distributed_available_fn = bool  # False: `_merge_metric` synchronises the copy
+    # A collection and a wrapper hold other metrics.
+    for part in copy.modules():
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = bool  # False: `_merge_metric` synchronises the copy
     return copy
 
 
@@ -479,6 +481,13 @@ def _merge_metric(job: Job, metric: Any, results: list[_RankResults]) -> Any:
     """
     if hasattr(metric, "items"):  # a collection
         return {name: _merge_metric(job, part, results) for name, part in metric.items()}
+    for part in metric.modules():  # the metric, and those that it wraps
+        if part is metric or hasattr(part, "distributed_available_fn"):
+            _merge_states(job, part, results)
+    return metric.compute()
+
+
+def _merge_states(job: Job, metric: Any, results: list[_RankResults]) -> None:
     busy = [rank for rank, each in enumerate(results) if each.batches]
     reductions = torch_private.attribute("torchmetrics.Metric._reductions", metric)
     if reductions is None:
@@ -510,4 +519,3 @@ def _merge_metric(job: Job, metric: Any, results: list[_RankResults]) -> Any:
         else:
             merged = reduction(stacked)
         setattr(metric, name, merged)
-    return metric.compute()

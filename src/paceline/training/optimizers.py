@@ -56,19 +56,23 @@ def trained_optimizers(
     """Combine each optimizer with its models and its schedule.
 
     Raises:
-        ConfigError: nothing to train; no optimizer, or one that needs a closure; the schedules do not fit
-            the optimizers.
+        ConfigError: nothing to train; no model or optimizer, or one twice; an optimizer that needs a closure;
+            the schedules do not fit the optimizers.
     """
+    for what, given in (("model", models), ("optimizer", optimizers)):
+        if not given:
+            raise ConfigError(
+                f"a training needs {'an' if what == 'optimizer' else 'a'} {what}.",
+                fix="Training(job, model, optimizer, batches).",
+            )
+        if len({id(each) for each in given}) < len(given):
+            raise ConfigError(f"a training got the same {what} twice.", fix="give each one once.")
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
                 "the model has no trainable parameter.",
                 fix="unfreeze some with requires_grad_(True).",
             )
-    if not optimizers:
-        raise ConfigError(
-            "a training needs an optimizer.", fix="Training(job, model, optimizer, batches)."
-        )
     trained = []
     for optimizer, each in zip(optimizers, trained_schedules(schedule, optimizers), strict=True):
         _refuse_closure(optimizer)

@@ -27,7 +27,7 @@ from paceline.clock.step_clock import (
 )
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
-from paceline.errors import CountError, NonFinite, StepError, listed
+from paceline.errors import CountError, LossError, NonFinite, StepError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
@@ -336,6 +336,11 @@ class Step:
 
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
+            if len(result) != 2:
+                raise self._error(
+                    "the function given to `step.run` must return the loss, or (loss, count); it returned "
+                    f"{len(result)} values.",
+                )
             loss, count = result
             return loss, count
         if self._context.count_unit == "tokens":
@@ -416,6 +421,10 @@ class Step:
         record: _Record,
     ) -> int | torch.Tensor:
         context = self._context
+        if reduction not in ("sum", "mean"):
+            raise LossError(
+                f'reduction must be "sum" or "mean", got {reduction!r}.', where=self._where()
+            )
         if count is None:
             count = weight.default_count(micro.count, context.count_unit, reduction, self._where)
         elif not isinstance(count, torch.Tensor):
@@ -586,7 +595,8 @@ class Step:
     def stop(self, *, now: bool = False) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.
 
-        That is this step if it ends an epoch, and in a job of one process; else a step within about 0.2 s.
+        That is this step if it ends an epoch, and in a job of one process; else one within 0.2 s, or
+        three steps if that is longer.
 
         Args:
             now: Whether all ranks call it in this step; then this step is the last.

@@ -324,7 +324,8 @@ class Training:
     ) -> None:
         """Log values of the step in progress: numbers, tensors of shape (), or `step.loss`.
 
-        Rank 0 writes them within about 0.2 s, when the losses of all ranks are known.
+        Rank 0 writes them within 0.2 s, or three steps if that is longer, when the losses of all ranks are
+        known.
 
         Args:
             reduce: "rank0" writes rank 0's values and costs no communication; "mean" and "sum" combine the
@@ -337,7 +338,7 @@ class Training:
             StepError: called outside of the loop.
 
         Collective: none with "rank0"; otherwise all ranks, with the same names in the same steps. If they
-        differ, all ranks raise a RankDisagreement within about 0.2 s.
+        differ, all ranks raise a RankDisagreement within that time.
         """
         if reduce not in ("rank0", "mean", "sum"):
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
@@ -354,6 +355,8 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
+
+        Its tensors share memory with the models and optimizers: copy them to return to this state later.
 
         Raises:
             StepError: a step is in progress, so weights and position do not belong together.

@@ -171,15 +171,15 @@ def check_loss(
     `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a mean over
     their targets is then accepted if each sample has as many as before, ignored ones left out.
     """
-    if reduction not in ("sum", "mean"):
-        raise LossError(f'reduction must be "sum" or "mean", got {reduction!r}.', where=where())
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
         is_tensor = isinstance(loss, torch.Tensor)
         got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
         raise LossError(
             f"the loss must be a scalar tensor, got {got}.",
             where=where(),
-            fix='use reduction="sum", or sum over the samples: `loss.sum()`.',
+            fix="sum the losses over the samples: `loss.sum()`."
+            if is_tensor
+            else "pass the loss itself, without `.item()`, so that it has a gradient.",
         )
     if not loss.requires_grad:
         raise LossError(

@@ -331,15 +331,14 @@ def _inputs_of_models(case: Case) -> Judgement:
         return NotJudged(
             "no DataLoader gave the samples, and too few inputs of the model were seen."
         )
-    sets = [{row for each in own[:count] for row in each} for own in rows]
-    common = set.intersection(*sets)
-    # Sets, because the ranks may read the same batches in another order. In small data, such as states of a
-    # game, rows repeat by chance.
-    repeat = any(
-        2 * len(own) < sum(map(len, each[:count])) for own, each in zip(sets, rows, strict=True)
-    )
     same = all(each[:count] == rows[0][:count] for each in rows)
-    shifted = len(common) >= _WHOLE * max(map(len, sets)) and not repeat
+    # Of one pass: over several that are shuffled anew, the shards of a rank are the whole dataset.
+    passes = [each[:count] if same else _first_pass(each) for each in rows]
+    judged = min(map(len, passes))
+    # Sets, because the ranks may read the same batches in another order.
+    sets = [{row for each in own[:judged] for row in each} for own in passes]
+    common = set.intersection(*sets)
+    shifted = judged >= _MIN_FORWARDS and len(common) >= _WHOLE * max(map(len, sets))
     if (same or shifted) and len(common) > _MIN_FORWARDS:
         return FaultFound(
             what="every rank trains on the same samples.",
@@ -347,8 +346,22 @@ def _inputs_of_models(case: Case) -> Judgement:
             step=1,
             why=f"{case.world_size} processes repeat the work of one.",
             fix="give each rank its own part, such as indices[rank::world_size].",
-            evidence=f"{len(common)} of {len(sets[0])} inputs of the model in {count} forwards were those of "
-            "all ranks",
+            evidence=f"{len(common)} of {len(sets[0])} inputs of the model in {judged} forwards were those "
+            "of all ranks",
             effect=f"{len(common) / len(sets[0]):.0%} of the samples are seen by all ranks",
         )
     return NoFault(f"the model's inputs differed between ranks in {count} forwards.")
+
+
+def _first_pass(forwards: list[list[int]]) -> list[list[int]]:
+    """The inputs up to the first repeated row. A batch that is given again as a whole is left out."""
+    kept: list[list[int]] = []
+    seen: set[int] = set()
+    for batch in forwards:
+        if batch in kept:
+            continue
+        if not seen.isdisjoint(batch):
+            break
+        kept.append(batch)
+        seen.update(batch)
+    return kept
