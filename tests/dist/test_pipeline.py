@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from small_gpt import GPT, make_tokens, token_loss
 from small_trainings import Recording, loss_sum, make_data, refusals
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 import paceline
 from paceline import Mesh
@@ -372,6 +372,8 @@ class Simple(nn.Module):
             h = self.last(self.third(h)) + h[:, :3]
         elif self.kind == "parameters":
             h = self.last(self.third(h)).to(next(self.parameters()).dtype)
+        elif self.kind == "summed parameters":
+            h = self.last(self.third(h)) + sum(p.square().sum() for p in self.parameters())
         elif self.kind == "no gradients":
             with torch.no_grad():
                 h = self.third(h)
@@ -441,6 +443,10 @@ def _drop_one(samples: list[Any]) -> Any:
     return default_collate(samples[1:])
 
 
+def _squares(model: nn.Module) -> torch.Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
 def _distilled(model: nn.Module, batch: Any) -> torch.Tensor:
     out = model(batch[0])
     with torch.no_grad():
@@ -499,6 +505,8 @@ def _refused(job: Any, kind: str) -> None:
             step.run(lambda batch: batch[0].sum())
         elif kind == "mean":
             step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        elif kind == "penalty":
+            step.run(lambda batch: loss_sum(model, batch) + _squares(model))
         elif kind == "distilled":
             step.run(lambda batch: _distilled(model, batch))
         else:
@@ -637,7 +645,7 @@ class Numbered(nn.Module):
 def _train_numbered(job: Any, shape_changes: bool) -> tuple[list[float], int]:
     model: nn.Module = Numbered().double()
     if job.world_size > 1:
-        model = paceline.pipeline(job, model)
+        model = paceline.pipeline(job, model, split="last")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_data(16, torch.float64), global_batch=4, micro_batch=1)
     training = paceline.Training(job, model, optimizer, batches)
@@ -667,6 +675,146 @@ def test_a_number_that_changes_needs_no_schedule_of_its_own() -> None:
 def test_a_number_that_decides_a_shape_is_refused() -> None:
     with pytest.raises(StepError, match="A number among the arguments seems to decide the shape"):
         run_ranks(_train_numbered, True, nproc=2, mesh=Mesh(pp=2))
+
+
+class Box(dict[str, torch.Tensor]):
+    pass
+
+
+class Pair(NamedTuple):
+    rows: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    rows: torch.Tensor
+
+
+class Halving(nn.Module):
+    """Its `forward` changes its argument in place, whatever that is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        x = rows["rows"] if isinstance(rows, dict) else getattr(rows, "rows", rows)
+        x.div_(2)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def _identity(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _boxed(rows: torch.Tensor) -> Box:
+    return Box(rows=rows)
+
+
+def _paired(rows: torch.Tensor) -> Pair:
+    return Pair(rows, torch.ones(1))
+
+
+def _train_halving(job: Any, cases: list[tuple[Any, str]]) -> list[list[float]]:
+    """The losses, which see the changed rows too, and the mean output of a later evaluation."""
+    found = []
+    for pack, schedule in cases:
+        model: nn.Module = Halving().double()
+        if job.world_size > 1:
+            model = paceline.pipeline(job, model, schedule=schedule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = paceline.Batches(job, make_data(8, torch.float64), global_batch=4, micro_batch=1)
+        training = paceline.Training(job, model, optimizer, batches)
+
+        def loss_fn(batch: Any, model: nn.Module = model, pack: Any = pack) -> torch.Tensor:
+            loss = F.cross_entropy(model(pack(batch[0])), batch[1], reduction="sum")
+            return loss * batch[0].square().mean()
+
+        losses = []
+        for step in training.steps(until=3):
+            step.run(loss_fn)
+            step.update()
+            losses.append(float(step.loss))
+        score = paceline.evaluate(
+            job,
+            model,
+            make_data(4, torch.float64),
+            lambda m, batch, pack=pack: {"out": m(pack(batch[0])).sum()},
+        )
+        found.append([*losses, float(score.out)])
+    return found
+
+
+IN_PLACE = [
+    *((pack, "1f1b") for pack in (_boxed, _paired, Frozen)),
+    *((pack, "interleaved") for pack in (_identity, _boxed, _paired, Frozen)),
+]
+
+
+def test_a_forward_may_change_its_arguments_in_place() -> None:
+    (wants,) = run_ranks(_train_halving, IN_PLACE, nproc=1)
+    for results in run_ranks(_train_halving, IN_PLACE, nproc=2, mesh=Mesh(pp=2)):
+        for case, got, want in zip(IN_PLACE, results, wants, strict=True):
+            assert got == pytest.approx(want, rel=1e-12), case
+
+
+class Scored(nn.Module):
+    """Computes its loss itself, as a mean over the samples that are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor) -> dict[str, Any]:
+        logits = self.last(torch.tanh(self.third(self.second(self.first(x)))))
+        losses = F.cross_entropy(logits, y, reduction="none")
+        return {"logits": logits, "loss": (losses * kept).sum() / kept.sum()}
+
+
+def _train_masked_out(job: Any, schedules: list[str]) -> list[list[float]]:
+    """Trains with micro-batches, and data ranks, of which no sample is kept."""
+    found = []
+    x, y = make_data(8, torch.float64).tensors
+    data = TensorDataset(x, y, torch.arange(8) % 4 > 1)
+    for number, schedule in enumerate(schedules):
+        model: nn.Module = Scored().double()
+        if job.world_size > 1:
+            model = paceline.pipeline(job, model, schedule=schedule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = paceline.Batches(job, data, global_batch=4, micro_batch=1, shuffle=False)
+        training = paceline.Training(job, model, optimizer, batches, count="tokens")
+
+        def loss_fn(batch: Any, model: nn.Module = model, inside: bool = number % 2 == 0) -> Any:
+            x, y, kept = batch
+            out = model(x, y, kept)
+            losses = F.cross_entropy(out["logits"], y, reduction="none")
+            outside = (losses * kept).sum() / kept.sum()
+            return out["loss"] if inside else outside, int(kept.sum())
+
+        losses = []
+        for step in training.steps(until=4):
+            step.run(loss_fn, reduction="mean")
+            step.update(clip_norm=0.5)
+            losses += [float(step.loss), float(step.grad_norm)]
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize(("nproc", "mesh"), [PP2, PP_DP])
+def test_a_mean_over_no_tokens_has_no_gradient(nproc: int, mesh: Mesh) -> None:
+    schedules = ["1f1b", "gpipe", "zero_bubble", "interleaved"]
+    (wants,) = run_ranks(_train_masked_out, schedules, nproc=1)
+    for results in run_ranks(_train_masked_out, schedules, nproc=nproc, mesh=mesh):
+        for got, want in zip(results, wants, strict=True):
+            assert got == pytest.approx(want, rel=1e-12)
 
 
 @dataclasses.dataclass
@@ -724,7 +872,8 @@ UNFIT_LATER = {
     "two values": "last gets another value than its first argument from an earlier stage",
     "detached": "the first argument of third is not computed by the stage before",
     "late value": "`forward` returns a tensor that it computes from a value of an earlier stage",
-    "parameters": "the `forward` of Simple raised StopIteration",
+    "parameters": "the `forward` of Simple reads its parameters()",
+    "summed parameters": "the `forward` of Simple reads its parameters()",
     "code": "stage 1 cannot skip the computations between the submodules before it: RuntimeError: ",
     "unpacked": "stage 1 cannot skip the computations between the submodules before it: ValueError: ",
 }
@@ -754,6 +903,7 @@ LAST = {
     "replaced": (ConfigError, "last was replaced after paceline.pipeline"),
     "mean": (LossError, "the loss is a mean over the samples"),
     "distilled": (StepError, "called the model twice for one micro-batch"),
+    "penalty": (StepError, "computes with third.weight, third.bias, last.weight, last.bias itself"),
     "cause": (RuntimeError, "an error of the user"),
 }
 

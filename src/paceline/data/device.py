@@ -55,6 +55,17 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def copy_tensors(batch: Any) -> Any:
+    """The batch with copies of its tensors, in the same structure."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone()
+        return _map_custom_mapping(leaf, copied) if isinstance(leaf, Mapping) else leaf
+
+    return _map_leaves(batch, copied)
+
+
 def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
         return move(value)

@@ -38,8 +38,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from paceline.clock.step_clock import BACKWARD, FORWARD, clock
-from paceline.errors import EvaluationError, StepError
+from paceline.data.device import copy_tensors, tensors_of
+from paceline.errors import EvaluationError, StepError, listed
 from paceline.job.job import Job
+from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import OtherStage
 from paceline.parallel.pipeline_stages import LOOPED
 from paceline.parallel.stage_forward import SENDABLE, RankStages
@@ -164,7 +166,7 @@ class Pipe:
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(number: int, received: torch.Tensor | None) -> Any:
-            output = self._forward(step, at, number, _copied(arguments), received)
+            output = self._forward(step, at, number, copy_tensors(arguments), received)
             if number == self._stages.last:
                 output = torch.empty((), dtype=torch.float32)  # the loss
             if received is None:
@@ -267,7 +269,28 @@ class Pipe:
                 result = step.call(at)
         finally:
             self._mode, self._output = "refuse", None
-        return step.weigh(at, result)
+        loss, has_gradient = step.weigh(at, result)
+        self._refuse_other_uses(loss, tensors_of(output))
+        if not has_gradient:
+            discard_gradients(loss)
+        return loss
+
+    def _refuse_other_uses(self, loss: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        """Refuse a loss that uses parameters otherwise than through the model's outputs."""
+        nodes = {output.grad_fn for output in outputs} - {None}
+        if not nodes:
+            return  # an output of a type in which no tensors are found
+        used = set(map(id, used_leaves(loss, behind=nodes))) - set(map(id, outputs))
+        named = self._module.named_parameters() if used else ()
+        if names := [name for name, p in named if id(p) in used]:
+            raise StepError(
+                f"the function given to `step.run` computes with {listed(names)} itself.",
+                where=self._job.where(),
+                why="the last stage, which computes the loss, has its own parameters only: a penalty on all "
+                "parameters would leave out those of other stages.",
+                fix="use the optimizer's weight_decay. What needs parameters of the last stage only belongs "
+                "into the `forward` of the submodule that holds them.",
+            )
 
     # A call of the model.
 
@@ -481,17 +504,6 @@ def _whole_backward() -> Callable[[], None]:
     torch before 2.13 counts the gradient of a weight that a stage uses twice too often.
     """
     return lambda: None
-
-
-def _copied(value: Any) -> Any:
-    """A copy of nested arguments, because the model's `forward` may change them in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:  # other types may have attributes; their tensors are not copied
-        return {key: _copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

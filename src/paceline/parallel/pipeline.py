@@ -38,7 +38,7 @@ def pipeline(
     job: Job,
     module: nn.Module,
     *,
-    split: Sequence[str] | None = None,
+    split: str | Sequence[str] | None = None,
     schedule: str = "1f1b",
     example: Any = None,
 ) -> nn.Module:
@@ -59,8 +59,9 @@ def pipeline(
     the same each time.
 
     Args:
-        split: Names of the submodules that begin a new stage, such as `["layers.4"]`. None makes stages of
-            nearly equal numbers of parameters, or of nearly equal time with `example`. Rank 0 logs them.
+        split: Names of the submodules that begin a new stage, such as `["layers.4"]`, or one name. None
+            makes stages of nearly equal numbers of parameters, or of nearly equal time with `example`. Rank 0
+            logs them.
         schedule: "gpipe", "1f1b", "interleaved" (two stages on each rank, or as many as `split` makes), or
             "zero_bubble" (gradients of weights are computed while a rank would wait).
         example: A tensor, or a tuple of the arguments of one forward, on the job's device: rank 0 measures
@@ -93,7 +94,8 @@ def pipeline(
             fix="use Mesh(pp=, dp_replicate=).",
         )
     refuse_module(job, module, wrap="paceline.pipeline")
-    stages = choose_stages(job, module, split, schedule, example)
+    names = [split] if isinstance(split, str) else split
+    stages = choose_stages(job, module, names, schedule, example)
     if ranks == 1:
         return module
     agree_on_parameters(job, module, f"{stages=}, {schedule=}")

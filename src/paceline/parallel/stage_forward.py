@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from paceline import torch_private
+from paceline.data.device import copy_tensors
 from paceline.errors import ConfigError, PacelineError
 from paceline.job.job import Job
 from paceline.parallel.pipeline_stages import stateless_layers
@@ -112,6 +113,9 @@ class RankStages:
             args, kwargs: The arguments of the model.
             received: What the stage before has sent; None for stage 0.
         """
+        if number != self.own[-1]:
+            # `forward` may change its arguments in place, and a later stage of this rank gets them too.
+            args, kwargs = copy_tensors((args, kwargs))
         self.running = _StageForward(self, number, received)
         try:
             with self.intercepted():
@@ -120,8 +124,6 @@ class RankStages:
             return output
         except _StageEnd as end:
             return self._sendable(number, end.args[0])
-        except StopIteration as error:
-            raise self._no_parameters() from error
         except Exception as error:
             if self.running.has_begun or isinstance(error, PacelineError):
                 raise
@@ -157,13 +159,13 @@ class RankStages:
             fix="replace submodules before paceline.pipeline(...). To compile one, call its `compile()`.",
         )
 
-    def _no_parameters(self) -> ConfigError:
+    def no_parameters(self) -> ConfigError:
         return ConfigError(
-            f"the `forward` of {type(self.module).__name__} raised StopIteration.",
+            f"the `forward` of {type(self.module).__name__} reads its parameters().",
             where=self._job.where(),
-            why="a module that is split has no parameters() during its `forward`, so "
-            "`next(self.parameters())` finds none.",
-            fix="take the dtype and the device from an argument of `forward`.",
+            why="each stage has its own parameters only, so a sum over them would leave out other stages.",
+            fix="take the dtype and the device from an argument of `forward`, and use the optimizer's "
+            "weight_decay as a penalty.",
         )
 
 
@@ -275,6 +277,17 @@ class _Interceptor(nn.Module):
     def __class__(self) -> type[nn.Module]:  # type: ignore[override]
         kind: type[nn.Module] = self.__dict__.get("_kind", _Interceptor)
         return kind
+
+    @property  # torch reads it in `parameters()` of this module and of those around it
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        if "_what" in self.__dict__ and self._what[0].running is not None:
+            raise self._what[0].no_parameters()
+        own: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
+        return own
+
+    @_parameters.setter
+    def _parameters(self, own: dict[str, nn.Parameter | None]) -> None:
+        self.__dict__["_parameters"] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stages, name, layer = self._what

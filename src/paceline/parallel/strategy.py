@@ -40,8 +40,12 @@ class ScheduledStep(Protocol):
     def call(self, at: int) -> Any:
         """What the user's loss function returns for a micro-batch."""
 
-    def weigh(self, at: int, result: Any) -> torch.Tensor:
-        """Check and record a result of `call`; returns the loss to differentiate. The last call counts."""
+    def weigh(self, at: int, result: Any) -> tuple[torch.Tensor, bool]:
+        """Check and record a result of `call`. The last call counts.
+
+        Returns:
+            The loss to differentiate, and whether it has a gradient. A mean over no tokens has none.
+        """
 
 
 class Strategy:

@@ -32,6 +32,7 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
+from paceline.parallel.loss_graph import discard_gradients
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.clipping import Clipping, scale_and_clip
@@ -396,7 +397,7 @@ class Step:
             record.count = record.count + count
         hooks = []
         if micro.is_ghost or weight.has_no_gradient(loss, count, reduction):
-            hooks = weight.discard_gradients(scaled)
+            hooks = discard_gradients(scaled)
         has_one_optimizer = len(self._records) == 1
         inputs = None if has_one_optimizer else record.trained.parameters
         try:
@@ -774,15 +775,14 @@ class _Scheduled:
     def call(self, at: int) -> Any:
         return self._loss_fn(self._micros[at].batch)
 
-    def weigh(self, at: int, result: Any) -> torch.Tensor:
+    def weigh(self, at: int, result: Any) -> tuple[torch.Tensor, bool]:
         step, micro = self._step, self._micros[at]
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
         start, own = step._weighed(loss, count, self._reduction, record, loss)
         self._sums[at] = own, count
-        weighted: torch.Tensor = loss * start
-        return weighted
+        return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
 
     @property
     def loss(self) -> torch.Tensor | None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from paceline import torch_private
 from paceline.errors import CountError, LossError
@@ -117,29 +116,6 @@ def has_no_gradient(loss: torch.Tensor, count: int | torch.Tensor, reduction: Re
     if not is_on_host(count) or count != 0:
         return False
     return reduction == "mean" or bool(loss.isnan())
-
-
-def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
-    """Have the backward of `loss` give zeros to all parameters, until the hooks are removed.
-
-    A mean over no tokens may be 0/0. Its gradient is then NaN, and stays NaN times a weight of 0.
-    """
-    hooks: list[RemovableHandle] = []
-    seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            hooks.append(node.register_prehook(_zeros))
-        left += [node for node, _ in node.next_functions]
-    return hooks
-
-
-def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 def is_on_host(count: int | torch.Tensor) -> bool:

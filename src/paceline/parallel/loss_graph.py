@@ -1,0 +1,52 @@
+"""The autograd graph of a loss: which parameters it uses, and how to keep a NaN out of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+def used_leaves(loss: torch.Tensor, *, behind: Collection[Any]) -> list[torch.Tensor]:
+    """The tensors, such as parameters, that a loss uses otherwise than through some nodes.
+
+    Args:
+        behind: The nodes, such as those of a model's output.
+    """
+    return [node.variable for node in _nodes(loss, behind) if _is_leaf(node)]
+
+
+def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
+    """Have the backward of `loss` give zeros to all parameters, until the hooks are removed.
+
+    A mean over no tokens may be 0/0. Its gradient is then NaN, and stays NaN times a weight of 0.
+    """
+    # Not at the leaves, which the graphs of other micro-batches share.
+    return [
+        node.register_hook(_zeros)
+        for node in list(_nodes(loss))
+        if any(_is_leaf(each) for each, _ in node.next_functions)
+    ]
+
+
+def _nodes(loss: torch.Tensor, stop: Collection[Any] = ()) -> Iterator[Any]:
+    seen = {None, *stop}
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += [each for each, _ in node.next_functions]
+            yield node
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _zeros(inputs: _Gradients, _: _Gradients) -> _Gradients:
+    return tuple(None if g is None else torch.zeros_like(g) for g in inputs)
