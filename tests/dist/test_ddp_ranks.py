@@ -128,7 +128,7 @@ def _construct(job: Job) -> dict[str, Any]:
     net.table.fill_(job.rank)
     equalize_buffers(job, model)
     facts["buffers"] = dict(net.named_buffers())
-    with pytest.raises(ConfigError, match="wrapped by DDP already"):
+    with pytest.raises(ConfigError, match=r"wrapped by paceline\.ddp already"):
         paceline.ddp(job, model)
     return facts
 

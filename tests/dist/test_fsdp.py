@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from small_trainings import loss_sum, make_data, refusals
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
@@ -18,6 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import paceline
 from paceline import Mesh
 from paceline.parallel.modules import local
+from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import digest, run_ranks
 
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -81,7 +84,7 @@ def _train(
         norms.append(float(step.grad_norm))
     if export is not None:
         training.export(export)
-    whole = training._context.strategy.whole_state(model)
+    whole = dict(training._context.strategy.whole_state(model))
     return losses, norms, {name: value.clone() for name, value in whole.items()}
 
 
@@ -237,26 +240,63 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
         assert run_ranks(_half_precision, nproc=nproc) == [expected] * nproc
 
 
-def _bf16_parameters(job: Any) -> tuple[set[torch.dtype], set[torch.dtype], list[float]]:
+def _bf16_parameters(
+    job: Any, until: int, folder: str | None = None
+) -> tuple[set[torch.dtype], set[torch.dtype], list[float]]:
     model = paceline.fsdp(job, Net().float(), blocks=Block, param_dtype=torch.bfloat16)
     dtypes = set()
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    batches = paceline.Batches(job, make_data(24), global_batch=8)
-    training = paceline.Training(job, model, optimizer, batches)
+    batches = paceline.Batches(job, make_data(24), global_batch=8, micro_batch=1)
+    checkpoints = paceline.Checkpoints(folder) if folder else None
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     losses = []
-    for step in training.steps(until=3):
-        step.run(lambda batch: loss_sum(model, batch))
-        step.update()
+    for step in training.steps(until=until):
+        step.run(lambda batch: loss_sum(model, batch).float())
+        step.update(clip_norm=1.0)
         losses.append(float(step.loss))
     return dtypes, {p.dtype for p in model.parameters()}, losses
 
 
-def test_the_gathered_parameters_may_have_another_dtype() -> None:
-    both = run_ranks(_bf16_parameters, nproc=2)
+def test_the_gathered_parameters_may_have_another_dtype(tmp_path: Path) -> None:
+    alone = run_ranks(_bf16_parameters, 3, nproc=1)[0]
+    both = run_ranks(_bf16_parameters, 3, nproc=2)
     assert both[0] == both[1]
-    assert both[0][:2] == ({torch.bfloat16}, {torch.float32})
-    assert both[0][2][2] < both[0][2][0]
+    for each in (alone, both[0], *run_ranks(_bf16_parameters, 3, nproc=2, mesh=Mesh(tp=2))):
+        assert each[:2] == ({torch.bfloat16}, {torch.float32})
+        # All compute in bf16; the sums of gradients are in fp32.
+        assert each[2] == pytest.approx(alone[2], rel=1e-6)
+    folder = str(tmp_path / "run")
+    run_ranks(_bf16_parameters, 1, folder, nproc=1)
+    run_ranks(_bf16_parameters, 2, folder, nproc=2)
+    _, _, last = run_ranks(_bf16_parameters, 3, folder, nproc=1)[0]
+    assert last == pytest.approx(alone[2][2:], rel=1e-6)
+
+
+def _exported(job: Any, path: str) -> tuple[int, int]:
+    """How many whole tensors there are, and how many this rank holds at once."""
+    training = _training(job, None)
+    strategy = training._context.strategy
+    gathered = strategy.whole_state
+    seen: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched(model: nn.Module) -> Iterator[tuple[str, Any]]:
+        nonlocal most
+        for name, value in gathered(model):
+            seen.append(weakref.ref(value))
+            most = max(most, sum(each() is not None for each in seen))
+            yield name, value
+
+    strategy.whole_state = watched  # type: ignore[method-assign]
+    training.export(path)
+    return len(seen), most
+
+
+def test_only_rank_0_holds_the_whole_model_of_an_export(tmp_path: Path) -> None:
+    (number, first), (_, second) = run_ranks(_exported, str(tmp_path / "weights.pth"), nproc=2)
+    assert first == number == len(Net().state_dict())
+    assert second <= 2  # the one before is freed after the next is gathered
 
 
 class Stream(IterableDataset[Any]):
@@ -317,7 +357,11 @@ def test_a_resumed_training_is_bit_equal_to_a_straight_one(tmp_path: Path) -> No
 WRONG = {
     "compiled": "layer.compile() before paceline.fsdp",
     "blocks": "'layers.*' matches no submodule",
-    "twice": "sharded already",
+    "twice": "this module is wrapped by paceline.fsdp already",
+    "torch": "this module is sharded by torch's fully_shard already",
+    "then ddp": "fix:   leave paceline.ddp out, or paceline.fsdp. Replicas of a sharded model: paceline.fsdp "
+    "with Mesh(dp_replicate=2, dp_shard=-1).",
+    "after ddp": "this module is wrapped by paceline.ddp already",
     "early": "make the optimizer after paceline.fsdp",
     "tied": "blocks.0.inner.weight and blocks.1.inner.weight are one parameter",
     "init": "init has no effect",
@@ -348,6 +392,10 @@ def _refused(job: Any, kind: str) -> None:
         paceline.ddp(job, net)
     if kind == "compiled":
         net = torch.compile(net)  # type: ignore[assignment]
+    if kind == "torch":
+        fully_shard(net)
+    if kind == "after ddp":
+        net = nn.parallel.DistributedDataParallel(net)  # type: ignore[assignment]
     options: dict[str, Any] = {
         "init": {"init": _fill},
         "offload": {"cpu_offload": True},
@@ -357,6 +405,8 @@ def _refused(job: Any, kind: str) -> None:
     model = paceline.fsdp(job, net, blocks=blocks, **options)
     if kind == "twice":
         paceline.fsdp(job, model, blocks=Block)
+    if kind == "then ddp":
+        paceline.ddp(job, model)
     optimizer = early if kind == "early" else torch.optim.SGD(model.parameters(), lr=0.1)
     data = make_data(8, torch.float64)
     batches = paceline.Batches(job, data, global_batch=4)
@@ -370,3 +420,28 @@ def _refused(job: Any, kind: str) -> None:
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(dp_shard=2)):
         assert all(text in found[kind][1] for kind, text in WRONG.items()), found
+
+
+def _chosen(job: Any) -> list[str]:
+    """The strategies that are chosen for some models, whatever the order of `STRATEGIES`."""
+    models: list[tuple[nn.Module, bool]] = [
+        (paceline.ddp(job, nn.Linear(4, 3)), False),  # small
+        (paceline.ddp(job, nn.Linear(4, 3), bucket_mb=1), False),
+        (paceline.ddp(job, nn.Linear(4, 3)), True),
+        (nn.parallel.DistributedDataParallel(nn.Linear(4, 3)), False),
+        (paceline.fsdp(job, nn.Linear(4, 3), param_dtype=torch.float32), False),
+    ]
+    names = []
+    for _ in range(2):
+        STRATEGIES.reverse()
+        for model, reproducible in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            batches = paceline.Batches(job, make_data(8), global_batch=4)
+            training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
+            names.append(type(training._context.strategy).__name__)
+    return names
+
+
+def test_the_strategy_does_not_depend_on_the_order_of_the_list() -> None:
+    both = ["PackedStrategy", "DDPStrategy", "ExactStrategy", "DDPStrategy", "FSDPStrategy"]
+    assert run_ranks(_chosen, nproc=2)[0] == [*both, *both]

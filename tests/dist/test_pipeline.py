@@ -88,7 +88,7 @@ def _train(
     names = [name for name, _ in model.named_parameters()]
     assert result.num_samples == 5
     gradients = [dict(zip(names, seen, strict=True)) for seen in optimizer.seen]
-    whole = training._context.strategy.whole_state(model)
+    whole = dict(training._context.strategy.whole_state(model))
     whole = {name: value.detach().clone() for name, value in whole.items()}
     return losses, norms, gradients, whole  # type: ignore[return-value]
 
@@ -213,7 +213,7 @@ def _train_masked(job: Any, schedule: str, options: dict[str, bool]) -> list[Any
         step.run(loss_fn)
         step.update(grad_norms=True)
         seen += [float(step.loss), {name: float(n) for name, n in step.grad_norms.items()}]
-    whole = training._context.strategy.whole_state(model)
+    whole = dict(training._context.strategy.whole_state(model))
     return [
         *seen,
         whole["batchnorm.running_mean"].tolist(),
@@ -426,7 +426,8 @@ WRONG = {
     "frozen": "stage 0 (first, second) has no trainable parameter.\n  fix:   choose other names for split",
     "frozen without split": "no trainable parameter.\n  fix:   give split= with names of submodules",
     "unused measured": "the forward of Simple does not call third, last",
-    "again": "this module is split already",
+    "again": "this module is wrapped by paceline.pipeline already",
+    "replica": "this module is wrapped by paceline.ddp already",
     "alone": "the mesh is pp=2, but the model is not split into stages",
     "fp16": "torch's loss scaler looks for overflows in the gradients of one stage only",
     "exact": "why:   the exact sum needs all gradients of a model on each rank",
@@ -483,6 +484,8 @@ def _refused(job: Any, kind: str) -> None:
     model = net if kind == "alone" else paceline.pipeline(job, net, **options)
     if kind == "again":
         paceline.pipeline(job, model)
+    if kind == "replica":
+        paceline.pipeline(job, nn.parallel.DistributedDataParallel(Simple("")))
     if kind == "replaced":
         model.last = nn.Linear(4, 3)
     if kind == "called":

@@ -53,7 +53,7 @@ def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
         job, model, make_tokens(5), lambda m, batch: {"loss": token_loss(m, batch)}, micro_batch=2
     )
     losses.append(result.loss)
-    whole = training._context.strategy.whole_state(model)
+    whole = dict(training._context.strategy.whole_state(model))
     return losses, norms, {name: value.detach().clone() for name, value in whole.items()}
 
 
@@ -159,7 +159,8 @@ WRONG = {
     "features": "fc1 has 7 output features, which do not divide by tp=2",
     "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
     "unknown": "no plan for tensor parallel is known for Linear",
-    "twice": "split already",
+    "twice": "wrapped by paceline.tensor_parallel already.\n  why:   a model is wrapped once; only "
+    "paceline.fsdp may follow paceline.tensor_parallel.",
     "loss": "loss_parallel has no effect",
     "sequence": "no repeated block with norms",
     "length": "the sequence has 7 elements, which do not divide by tp=2",

@@ -50,7 +50,7 @@ def test_ranks_of_an_axis_are_those_that_differ_in_it_alone() -> None:
         ({"dp_shard": 0}, 8, 8, "dp_shard must be a whole number of at least 1, or -1, got 0"),
         ({"pp": 2.0}, 8, 8, "pp must be a whole number"),
         ({"tp": 4, "dp_shard": 2}, 8, 2, "tp=4 does not divide the 2 ranks of a host"),
-        ({}, 2, 2, "Mesh: one rank needs 1 ranks, the job has 2"),
+        ({}, 2, 2, "Mesh: all degrees are 1, but the job has 2 ranks"),
     ],
 )
 def test_wrong_degrees_are_refused(

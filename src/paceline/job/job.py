@@ -447,10 +447,9 @@ def _wait_until_connected(job: Job, peers: Peers) -> None:
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
     """Make the process groups of the mesh. All ranks make all groups, in the same order."""
     world, own_rank = job.world_size, job.rank
-    names = [name for name, size in mesh.axes.items() if size > 1]
-    if "dp_replicate" in names and "dp_shard" not in names:
-        # For `fully_shard`, which needs both.
-        names.insert(names.index("dp_replicate") + 1, "dp_shard")
+    # `fully_shard` needs the axis dp_shard beside dp_replicate and tp, also of one rank.
+    for_sharding = mesh.dp_replicate > 1 or mesh.tp > 1
+    names = [n for n, size in mesh.axes.items() if size > 1 or (for_sharding and n == "dp_shard")]
 
     def group_of(
         lists: list[list[int]], axis: str, backend: str | None = None

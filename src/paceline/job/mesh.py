@@ -53,6 +53,12 @@ class Mesh:
             raise ConfigError(f"Mesh: only one degree may be -1, got {' and '.join(free)}.")
         if free and world_size % given == 0:
             degrees[free[0]] = world_size // given
+        elif not free and given == 1 < world_size:
+            raise ConfigError(
+                f"Mesh: all degrees are 1, but the job has {world_size} ranks.",
+                fix="Mesh(dp_replicate=-1) for paceline.ddp, Mesh(dp_shard=-1) for paceline.fsdp; or leave "
+                "the mesh out: both then use all ranks.",
+            )
         elif free or given != world_size:
             needed = f"a multiple of {given} ranks" if free else f"{given} ranks"
             raise ConfigError(

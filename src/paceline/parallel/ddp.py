@@ -27,10 +27,11 @@ from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
     agree_on_parameters,
-    compiled_module,
     equalize_buffers,
+    find_wrapper,
     owned_parameters,
     refuse_module,
+    refuse_wrapped,
     unwrap,
     warn_untrained,
 )
@@ -108,8 +109,7 @@ def ddp(
     _refuse_options(bucket_mb, static_graph, find_unused)
     is_final = not (static_graph or find_unused or _has_sparse(module))
     refuse_compression(compress, fixed_buckets=is_final)
-    if is_ddp(module):
-        raise ConfigError("this module is wrapped by DDP already.", fix="call paceline.ddp once.")
+    refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(
             f"ddp keeps the whole model on each rank, but the mesh is {job.mesh}.",
@@ -166,13 +166,6 @@ def _no_buffer_broadcast() -> dict[str, Any]:
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return {name: False}
-
-
-def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    current: nn.Module | None = model
-    while current is not None and not isinstance(current, DistributedDataParallel):
-        current = compiled_module(current)
-    return current
 
 
 def is_ddp(model: nn.Module) -> bool:
@@ -297,7 +290,7 @@ class DDPStrategy(Strategy):
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return all(map(is_ddp, models))
+        return job.world_size > 1 and all(map(is_ddp, models))
 
     def _refuse_static_accumulation(self, batches: Batches) -> None:
         """torch's DDP records a static graph in its first backward, which must be a reduced one."""

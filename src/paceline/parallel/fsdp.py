@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -34,15 +34,17 @@ from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
-    SHARDED,
+    SPLIT_BY,
     agree_on_parameters,
     equalize_buffers,
+    is_pipeline,
     is_sharded,
     local,
     names_matching,
     owned_parameters,
     refuse_compiled,
     refuse_module,
+    refuse_wrapped,
     unwrap,
     warn_untrained,
 )
@@ -67,8 +69,9 @@ def fsdp(
 
     Each rank holds an equal part of every parameter, of its gradient and of its optimizer state. The
     parameters of a block are gathered before its forward and its backward and freed after them; those
-    outside of all blocks stay gathered from forward to backward. In a job of one process the module is
-    returned as it is.
+    outside of all blocks stay gathered from forward to backward. Where the mesh leaves one data rank, as in a
+    job of one process, the module is returned as it is, or with `param_dtype` sharded over that rank, which
+    computes as several.
 
     Parameters are sharded over the axis `dp_shard` of the job's mesh and replicated over `dp_replicate`
     (hybrid sharding); without a mesh they are sharded over all ranks.
@@ -100,9 +103,17 @@ def fsdp(
 
     Collective: all ranks, once for each model, in the same order.
     """
+    refuse_wrapped(module, wrap="paceline.fsdp", after="paceline.tensor_parallel")
     if isinstance(module, FSDPModule):
-        raise ConfigError("this module is sharded already.", fix="call paceline.fsdp once.")
+        raise ConfigError(
+            "this module is sharded by torch's fully_shard already.", fix="leave fully_shard out."
+        )
     refuse_compiled(module, wrap="paceline.fsdp")
+    if job.mesh is not None and job.mesh.pp > 1:
+        raise ConfigError(
+            f"the mesh is {job.mesh}; fsdp works without an axis pp.",
+            fix="use paceline.pipeline, or a mesh with dp_shard in place of pp.",
+        )
     is_meta = any(p.is_meta for p in module.parameters())
     if init is not None and not is_meta:
         raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
@@ -120,11 +131,16 @@ def fsdp(
         _refuse_unfilled(module, init)
     else:
         refuse_module(job, module, wrap="paceline.fsdp")
-    if job.data.group is None:
+    if job.data.group is None and param_dtype is None:
         for layer in layers if is_meta else ():
             _allocate(layer, job.device, init)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
+    if job.mesh is not None and job.mesh.dp_shard == 1 < job.mesh.dp_replicate and job.rank == 0:
+        log.once(
+            f"fsdp shards nothing: the mesh is {job.mesh}, so each data rank keeps all parameters. "
+            "Mesh(dp_shard=-1) shards them over all ranks."
+        )
     options: dict[str, Any] = {"mesh": _data_mesh(job)}
     if param_dtype is not None:
         reduce_dtype = torch.float32  # sums over many ranks lose too much in 16 bits
@@ -138,7 +154,7 @@ def fsdp(
             if is_meta:
                 _allocate(layer, job.device, init)
             for p in layer.parameters():
-                if not _is_split_over_data(p):
+                if job.data.group is not None and not _is_split_over_data(p):
                     dist.broadcast(local(p.detach()), group=job.data.group, group_src=0)
             # The parameters of the root are needed when backward begins, so they stay gathered.
             frees = reshard_after_forward and layer is not module
@@ -152,7 +168,7 @@ def fsdp(
     if prefetch:
         _prefetch(module, prefetch)
     equalize_buffers(job, module)
-    module.__dict__[SHARDED] = True
+    module.__dict__[SPLIT_BY] = "paceline.fsdp"
     if job.rank > 0:
         # torch says it on every rank, and of every model that ends with a linear layer.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -160,6 +176,13 @@ def fsdp(
 
 
 def _data_mesh(job: Job) -> DeviceMesh:
+    if job.world_size == 1:
+        if not dist.is_initialized():
+            job.set_variable("GLOO_SOCKET_IFNAME", "lo")  # else Gloo resolves the host name
+            backend = dist.get_default_backend_for_device(job.device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            job.on_leave(dist.destroy_process_group)
+        return init_device_mesh(job.device.type, (1,), mesh_dim_names=("dp_shard",))
     if job.device_mesh is None:
         assert job.data.group is not None
         return DeviceMesh.from_group(job.data.group, job.device.type, mesh_dim_names=("dp_shard",))
@@ -323,7 +346,7 @@ class FSDPStrategy(Strategy):
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return all(map(is_sharded, models))
+        return all(map(is_sharded, models)) and not any(map(is_pipeline, models))
 
     def check(self) -> None:
         owned = {id(p) for p in owned_parameters(*self._optimizers)}
@@ -443,11 +466,9 @@ class FSDPStrategy(Strategy):
             size for at, size in sizes if not at.is_replicate()
         )
 
-    def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: _whole(value) if isinstance(value, torch.Tensor) else value
-            for name, value in model.state_dict().items()
-        }
+    def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+        for name, value in model.state_dict().items():
+            yield name, _whole(value) if isinstance(value, torch.Tensor) else value
 
     def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:
         return GradientError(what, where=self._job.where(), why=why, fix=fix, parameters=names)

@@ -24,7 +24,8 @@ from paceline.errors import ConfigError, RankDisagreement, StepError, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
-SHARDED = "_paceline_sharded"  # attribute of a sharded module, and of its copies
+# Attribute of a module, and of its copies: the function that has split its parameters over ranks.
+SPLIT_BY = "_paceline_split_by"
 PIPELINE = "_paceline_pipeline"  # attribute of a module that is split into stages: its `Pipe`
 
 
@@ -45,7 +46,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `paceline.fsdp` has sharded `model`, or another function split it, compiled or not."""
-    return SHARDED in unwrap(model).__dict__
+    return SPLIT_BY in unwrap(model).__dict__
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -73,6 +74,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
     return dict(model.named_children()).get("_orig_mod")
+
+
+def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
+    """torch's DDP around a module, compiled or not."""
+    current: nn.Module | None = model
+    while current is not None and not isinstance(current, DistributedDataParallel):
+        current = compiled_module(current)
+    return current
 
 
 def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
@@ -113,6 +122,27 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
             f"{listed(torch_layers)}: torch's SyncBatchNorm does not work on CPU.",
             fix="paceline.sync_batchnorm(job, model) converts it.",
         )
+
+
+def refuse_wrapped(module: nn.Module, *, wrap: str, after: str = "") -> None:
+    """Refuse a module that another function has wrapped, or the function `wrap` itself.
+
+    Args:
+        after: A function that may have wrapped it.
+    """
+    other = unwrap(module).__dict__.get(SPLIT_BY)
+    if find_wrapper(module) is not None:
+        other = "paceline.ddp"
+    if other in (None, after):
+        return
+    fix = f"call {wrap} once." if other == wrap else f"leave {wrap} out, or {other}."
+    if {wrap, other} == {"paceline.ddp", "paceline.fsdp"}:
+        fix += " Replicas of a sharded model: paceline.fsdp with Mesh(dp_replicate=2, dp_shard=-1)."
+    raise ConfigError(
+        f"this module is wrapped by {other} already.",
+        why="a model is wrapped once; only paceline.fsdp may follow paceline.tensor_parallel.",
+        fix=fix,
+    )
 
 
 def refuse_compiled(module: nn.Module, *, wrap: str) -> None:

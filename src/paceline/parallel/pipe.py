@@ -375,22 +375,20 @@ class Pipe:
         """The names of parameters and buffers that only other ranks hold."""
         return {name for name, owned in self.owners.items() if owned.rank not in (None, self._rank)}
 
-    def whole_state(self) -> dict[str, torch.Tensor]:
-        """The state of the whole model, on the CPU. All ranks call it."""
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The state of the whole model, one tensor after the other. All ranks iterate over it."""
         own = self._module.state_dict()
-        whole: dict[str, torch.Tensor] = {}
-        try:
-            for name, (shape, dtype, rank) in self.owners.items():
-                if rank in (None, self._rank):
-                    value = own[name].detach().contiguous()
-                else:
-                    value = torch.empty(shape, dtype=dtype, device=self._job.device)
-                if rank is not None:
+        for name, (shape, dtype, rank) in self.owners.items():
+            if rank in (None, self._rank):
+                value = own[name].detach().contiguous()
+            else:
+                value = torch.empty(shape, dtype=dtype, device=self._job.device)
+            if rank is not None:
+                try:
                     dist.broadcast(value, group=self.group, group_src=rank)
-                whole[name] = value.cpu()
-        except RuntimeError as error:
-            self._job.reraise(error)
-        return whole
+                except RuntimeError as error:
+                    self._job.reraise(error)
+            yield name, value
 
 
 class _Schedule:

@@ -17,20 +17,19 @@ from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     PIPELINE,
-    SHARDED,
+    SPLIT_BY,
     agree_on_parameters,
     broadcast_state,
-    is_sharded,
     refuse_compiled,
     refuse_module,
+    refuse_wrapped,
 )
 from paceline.parallel.pipe import SCHEDULES, Pipe
 from paceline.parallel.pipeline_stages import choose_stages, log_stages
 from paceline.parallel.pipeline_strategy import PipelineStrategy
 from paceline.parallel.strategy import STRATEGIES
 
-# Before the strategy of fsdp, which trains all split models.
-STRATEGIES.insert(0, PipelineStrategy)
+STRATEGIES.append(PipelineStrategy)
 
 
 @checks_arguments
@@ -83,8 +82,7 @@ def pipeline(
         raise ConfigError(
             f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}.",
         )
-    if is_sharded(module):
-        raise ConfigError("this module is split already.", fix="call paceline.pipeline once.")
+    refuse_wrapped(module, wrap="paceline.pipeline")
     refuse_compiled(module, wrap="paceline.pipeline")
     if split is not None and example is not None:
         raise ConfigError("example has no effect: `split` names the stages.", fix="leave one out.")
@@ -103,5 +101,5 @@ def pipeline(
     if job.rank == 0:
         log_stages(module, stages, schedule)
     module.__dict__[PIPELINE] = Pipe(job, module, stages, schedule)
-    module.__dict__[SHARDED] = True
+    module.__dict__[SPLIT_BY] = "paceline.pipeline"
     return module

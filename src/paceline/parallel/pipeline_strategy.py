@@ -39,12 +39,6 @@ class PipelineStrategy(Strategy):
                 f"{len(self._optimizers)}.",
                 fix="put all parameters into one optimizer, with parameter groups if they differ.",
             )
-        if self.needs_equal_micro_batches:
-            raise ConfigError(
-                "SyncBatchNorm is not supported in a pipeline.",
-                why="data ranks run different numbers of micro-batches.",
-                fix="use GroupNorm or LayerNorm.",
-            )
         self._pipe: Pipe = unwrap(self._models[0]).__dict__[PIPELINE]
         self._times = (0.0, 0.0)
         self._bubble: torch.Tensor | None = None
@@ -146,7 +140,7 @@ class PipelineStrategy(Strategy):
             if name in merged
         }
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         return self._pipe.whole_state()
 
     def wants(self, path: str) -> bool:

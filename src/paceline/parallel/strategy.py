@@ -1,13 +1,13 @@
 """`Strategy`: how the ranks of one training run a step together and sum their gradients.
 
-`Training` chooses the strategy by how its models were wrapped, and makes one object for all its steps. `Step`
-leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an entry
-in `STRATEGIES`.
+`Training` chooses the strategy that fits how its models were wrapped, and makes one object for all its steps.
+`Step` leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an
+entry in `STRATEGIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.modules import unwrap, warn_untrained
+from paceline.parallel.modules import is_sharded, unwrap, warn_untrained
 
 
 class ScheduledStep(Protocol):
@@ -94,8 +94,11 @@ class Strategy:
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        """Whether models that are wrapped like these can be trained by this strategy."""
-        return job.world_size == 1
+        """Whether models that are wrapped like these can be trained by this strategy.
+
+        Of several that fit, one is derived from all others, and is used.
+        """
+        return job.world_size == 1 and not any(map(is_sharded, models))
 
     def check(self) -> None:
         """Check that each trained parameter gets its gradient from all ranks.
@@ -198,9 +201,12 @@ class Strategy:
         """Values of the last step for the log, by name; usually none."""
         return {}
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """The unsharded state of a model, for a file. All ranks call it."""
-        return unwrap(model).state_dict()
+    def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+        """The unsharded state of a model, for a file: names and values, each gathered when it is reached.
+
+        All ranks iterate over it to its end. A rank that keeps no value needs memory for one.
+        """
+        yield from unwrap(model).state_dict().items()
 
     def wants(self, path: str) -> bool:
         """Whether this rank needs the tensor at this path of a saved state."""
@@ -218,5 +224,5 @@ class Strategy:
         """Load what `state_dict` returned in an earlier run, on any number of ranks."""
 
 
-# `Training` uses the first that fits. fsdp.py adds its own, since importing FSDP2 takes 0.5 s.
+# In any order. fsdp.py adds its own, since importing FSDP2 takes 0.5 s.
 STRATEGIES: list[type[Strategy]] = []

@@ -20,11 +20,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from paceline import log
-from paceline.errors import ConfigError, StepError, listed
+from paceline.errors import ConfigError, StepError, listed, refuse_different_values
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import is_pipeline, unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
@@ -284,6 +284,33 @@ def _convert(layer: nn.Module, link: _Link) -> None:
         layer.__dict__.update(was=type(layer), ghost=False)
         layer.__class__ = SyncBatchNorm
     layer.__dict__["link"] = link
+
+
+def agree_on_layers(job: Job, models: Sequence[nn.Module]) -> None:
+    """Check that the ranks have converted the same BatchNorm layers, and none in a pipeline.
+
+    Raises:
+        RankDisagreement, ConfigError: on all ranks.
+    """
+    in_stages = any(map(is_pipeline, models))
+    if not in_stages and not any(map(batchnorms, models)):
+        return
+    own = [
+        name
+        for model in models
+        for name, layer in unwrap(model).named_modules()
+        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+    ]
+    each = collectives.gather(job, own)
+    if not in_stages:
+        fix = "call paceline.sync_batchnorm(job, model) on all ranks, or on none."
+        refuse_different_values("names of synchronised BatchNorm layers", each, fix=fix)
+    elif any(each) and job.data.size > 1:
+        raise ConfigError(
+            "SyncBatchNorm is not supported in a pipeline.",
+            why="data ranks run different numbers of micro-batches.",
+            fix="use GroupNorm or LayerNorm.",
+        )
 
 
 def batchnorms(model: nn.Module) -> list[Any]:

@@ -32,14 +32,14 @@ from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
 from paceline.parallel.modules import (
-    SHARDED,
+    SPLIT_BY,
     agree_on_parameters,
     broadcast_state,
-    is_sharded,
     names_matching,
     pattern_of,
     refuse_compiled,
     refuse_module,
+    refuse_wrapped,
 )
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -109,10 +109,7 @@ def tensor_parallel(
     Collective: all ranks, once for each model, in the same order.
     """
     size = 1 if job.mesh is None else job.mesh.tp
-    if is_sharded(module):
-        raise ConfigError(
-            "this module is split already.", fix="call tensor_parallel once, before paceline.fsdp."
-        )
+    refuse_wrapped(module, wrap="paceline.tensor_parallel")
     refuse_compiled(module, wrap="paceline.tensor_parallel")
     refuse_module(job, module, wrap="paceline.tensor_parallel")
     whole_plan = _known_plan(module) if plan is None else plan
@@ -144,7 +141,7 @@ def tensor_parallel(
     if job.rank == 0:
         shown = ", ".join(f"{name}: {style}" for name, style in _summary(styles).items())
         log.logger.info("tensor_parallel: %d ranks compute together: %s.", size, shown)
-    module.__dict__[SHARDED] = True
+    module.__dict__[SPLIT_BY] = "paceline.tensor_parallel"
     return module
 
 

@@ -31,11 +31,12 @@ from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
-from paceline.parallel.ddp import Replica, find_wrapper
+from paceline.parallel.ddp import Replica
 from paceline.parallel.modules import (
     PIPELINE,
     OtherStage,
     equalize_buffers,
+    find_wrapper,
     free_gathered,
     is_sharded,
     unwrap,

@@ -56,8 +56,7 @@ from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
 from paceline.training.training_state import TrainingState
 
-# The first that fits how the models were wrapped, and `reproducible`, is used.
-STRATEGIES[:0] = [ExactStrategy, Strategy, PackedStrategy, DDPStrategy]
+STRATEGIES += [Strategy, DDPStrategy, PackedStrategy, ExactStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
@@ -179,11 +178,12 @@ class Training:
                 f"the mesh is {self.job.mesh}, but the model is not split into stages.",
                 fix="model = paceline.pipeline(job, model)",
             )
-        for kind in STRATEGIES:
-            if kind.is_reproducible == self.reproducible and kind.fits(
-                self.job, self.models, self.optimizers
-            ):
-                return kind(self.job, self.models, self.optimizers, self.batches)
+        syncbn.agree_on_layers(self.job, self.models)
+        arguments = self.job, self.models, self.optimizers
+        same = [kind for kind in STRATEGIES if kind.is_reproducible == self.reproducible]
+        if fitting := [kind for kind in same if kind.fits(*arguments)]:
+            derived = max(fitting, key=lambda kind: len(kind.mro()))
+            return derived(*arguments, self.batches)
         if self.reproducible and any(map(is_sharded, self.models)):
             raise ConfigError(
                 "reproducible training does not support models that are split over ranks.",
@@ -509,7 +509,11 @@ class Training:
         )
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
-        weights = self._context.strategy.whole_state(model)
+        weights = {}
+        for name, value in self._context.strategy.whole_state(model):
+            if self.job.rank == 0:
+                # A model that is split may be larger than the memory of the device.
+                weights[name] = value.cpu() if is_sharded(model) else value
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
 
     # The loop.
