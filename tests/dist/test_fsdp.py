@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
-from paceline import Mesh
+from paceline import Mesh, log
 from paceline.parallel.modules import local
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import digest, run_ranks
@@ -445,3 +445,14 @@ def _chosen(job: Any) -> list[str]:
 def test_the_strategy_does_not_depend_on_the_order_of_the_list() -> None:
     both = ["PackedStrategy", "DDPStrategy", "ExactStrategy", "DDPStrategy", "FSDPStrategy"]
     assert run_ranks(_chosen, nproc=2)[0] == [*both, *both]
+
+
+def _only_replicated(job: Any) -> list[str]:
+    paceline.fsdp(job, Net(), blocks=Block)
+    return [text for text in log._shown if "fsdp" in text]
+
+
+def test_a_mesh_that_shards_nothing_is_a_warning() -> None:
+    (warning,), others = run_ranks(_only_replicated, nproc=2, mesh=Mesh(dp_replicate=2))
+    assert warning.startswith("fsdp shards nothing: the mesh is dp_replicate=2")
+    assert not others

@@ -427,6 +427,7 @@ WRONG = {
     "frozen without split": "no trainable parameter.\n  fix:   give split= with names of submodules",
     "unused measured": "the forward of Simple does not call third, last",
     "again": "this module is wrapped by paceline.pipeline already",
+    "fsdp": "the mesh is pp=2; fsdp works without an axis pp",
     "replica": "this module is wrapped by paceline.ddp already",
     "alone": "the mesh is pp=2, but the model is not split into stages",
     "fp16": "torch's loss scaler looks for overflows in the gradients of one stage only",
@@ -484,6 +485,8 @@ def _refused(job: Any, kind: str) -> None:
     model = net if kind == "alone" else paceline.pipeline(job, net, **options)
     if kind == "again":
         paceline.pipeline(job, model)
+    if kind == "fsdp":
+        paceline.fsdp(job, Simple(""))
     if kind == "replica":
         paceline.pipeline(job, nn.parallel.DistributedDataParallel(Simple("")))
     if kind == "replaced":

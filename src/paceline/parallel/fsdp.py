@@ -36,6 +36,7 @@ from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
+    enclosing,
     equalize_buffers,
     is_pipeline,
     is_sharded,
@@ -45,6 +46,7 @@ from paceline.parallel.modules import (
     refuse_compiled,
     refuse_module,
     refuse_wrapped,
+    tied_parameters,
     unwrap,
     warn_untrained,
 )
@@ -216,18 +218,15 @@ def _repeated_layer(job: Job, module: nn.Module) -> list[type[nn.Module]]:
 
 def _refuse_tied_blocks(module: nn.Module, names: Sequence[str]) -> None:
     """Refuse a parameter that two blocks share: each block is sharded and freed on its own."""
-    owners: dict[int, tuple[str, str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        around = [block for block in names if name.startswith(f"{block}.")]
-        block = max(around, key=len, default="")
-        first, owner = owners.setdefault(id(p), (name, block))
-        if block != owner:
-            raise ConfigError(
-                f"{first} and {name} are one parameter, but belong to different blocks.",
-                why="each block is sharded, gathered and freed on its own.",
-                fix="choose blocks that hold both modules, or neither of them.",
-                parameters=[first, name],
-            )
+    for first, *others in tied_parameters(module):
+        for name in others:
+            if enclosing(name, names) != enclosing(first, names):
+                raise ConfigError(
+                    f"{first} and {name} are one parameter, but belong to different blocks.",
+                    why="each block is sharded, gathered and freed on its own.",
+                    fix="choose blocks that hold both modules, or neither of them.",
+                    parameters=[first, name],
+                )
 
 
 def _refuse_large_blocks(job: Job, names: list[str], layers: list[nn.Module]) -> None:
@@ -304,7 +303,7 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
     for each in wanted:
         named = set(names_matching(module, each, option="blocks") if isinstance(each, str) else ())
         # `*` matches dots too: the submodules inside of a block are no blocks.
-        named -= {name for name in named if any(name.startswith(f"{n}.") for n in named)}
+        named -= {name for name in named if enclosing(name, named)}
         matches = [
             name
             for name, layer in module.named_modules()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -176,6 +176,19 @@ def names_matching(
             fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
         )
     return matches
+
+
+def enclosing(name: str, paths: Iterable[str]) -> str:
+    """The innermost of some submodules that holds a parameter or submodule of this name; "" if none does."""
+    return max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def pattern_of(name: str) -> str:

@@ -42,7 +42,7 @@ from paceline.data.device import copy_tensors, tensors_of
 from paceline.errors import EvaluationError, StepError, listed
 from paceline.job.job import Job
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
-from paceline.parallel.modules import OtherStage
+from paceline.parallel.modules import OtherStage, enclosing
 from paceline.parallel.pipeline_stages import LOOPED
 from paceline.parallel.stage_forward import SENDABLE, RankStages
 from paceline.parallel.strategy import ScheduledStep
@@ -90,8 +90,9 @@ class Pipe:
         self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._job, self._module, self._kind = job, module, schedule
+        rank_of = {unit: n % self._size for n, stage in enumerate(stages) for unit in stage}
         self.owners = {
-            name: Owned(value.shape, value.dtype, self._owner(name, stages))
+            name: Owned(value.shape, value.dtype, rank_of.get(enclosing(name, rank_of)))
             for name, value in module.state_dict().items()
         }
         own = list(range(self._rank, len(stages), self._size))
@@ -104,12 +105,6 @@ class Pipe:
         self._mode: Literal["all_stages", "capture", "output", "refuse"] = "all_stages"
         self._output: Any = None
         module.forward = self._call
-
-    def _owner(self, name: str, stages: list[list[str]]) -> int | None:
-        for number, stage in enumerate(stages):
-            if name.startswith(tuple(f"{unit}." for unit in stage)):
-                return number % self._size
-        return None
 
     # A step.
 

@@ -20,7 +20,7 @@ from paceline import log
 from paceline.errors import ConfigError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
-from paceline.parallel.modules import names_matching
+from paceline.parallel.modules import enclosing, names_matching, tied_parameters
 
 LOOPED = ("interleaved", "zero_bubble")  # schedules that may have several stages on each rank
 _MEASURED_FORWARDS = 3
@@ -222,9 +222,8 @@ def _refuse_extra_state(module: nn.Module) -> None:
 
 
 def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
-    inside = tuple(f"{unit}." for unit in units)
     for name, _ in module.named_parameters(remove_duplicate=False):
-        if not name.startswith(inside):
+        if not enclosing(name, units):
             raise ConfigError(
                 f"{name} is held by {name.rpartition('.')[0] or 'the model itself'}, not by a layer, so it "
                 "belongs to no stage.",
@@ -246,16 +245,18 @@ def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
                         why="each stage is on another rank.",
                         fix="split so that one stage has both, or use two modules.",
                     )
-            for path, p in layer.named_parameters(prefix=unit, remove_duplicate=False):
-                first, other = owners.setdefault(id(p), (path, number))
-                if other != number:
-                    raise ConfigError(
-                        f"{first} and {path} are one parameter (tied weights), but belong to stages "
-                        f"{other} and {number}.",
-                        why="each stage is on another rank and would train its own copy.",
-                        fix="untie them, or split so that one stage has both.",
-                        parameters=[first, path],
-                    )
+    stage_of = {unit: number for number, stage in enumerate(stages) for unit in stage}
+    for first, *others in tied_parameters(module):
+        for name in others:
+            numbers = [stage_of[enclosing(each, stage_of)] for each in (first, name)]
+            if numbers[0] != numbers[1]:
+                raise ConfigError(
+                    f"{first} and {name} are one parameter (tied weights), but belong to stages "
+                    f"{numbers[0]} and {numbers[1]}.",
+                    why="each stage is on another rank and would train its own copy.",
+                    fix="untie them, or split so that one stage has both.",
+                    parameters=[first, name],
+                )
 
 
 def _refuse_untrained(module: nn.Module, stages: list[list[str]], *, is_named: bool) -> None:

@@ -35,11 +35,13 @@ from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
     broadcast_state,
+    enclosing,
     names_matching,
     pattern_of,
     refuse_compiled,
     refuse_module,
     refuse_wrapped,
+    tied_parameters,
 )
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -126,9 +128,11 @@ def tensor_parallel(
     agree_on_parameters(job, module, f"{styles=}, {sequence=}, {loss_parallel=}")
     mesh: DeviceMesh = job.device_mesh["tp"]
     broadcast_state(job, module, mesh.get_group())
-    tied = _tied(module)
+    tied = tied_parameters(module)
     torch_plan = {
-        name: _torch_style(style, in_sequence=_is_inside(name, blocks), loss_parallel=loss_parallel)
+        name: _torch_style(
+            style, in_sequence=bool(enclosing(name, blocks)), loss_parallel=loss_parallel
+        )
         for name, style in styles.items()
     }
     parallelize_module(module, mesh, torch_plan, src_data_rank=None)
@@ -336,22 +340,10 @@ def _split_sequence(
         return gather(output).to_local()
 
     for path in {name.rpartition(".")[0] for name, s in styles.items() if s == COLWISE}:
-        if _is_inside(path, blocks):
+        if enclosing(path, blocks):
             module.get_submodule(path).register_forward_pre_hook(before(gather), with_kwargs=True)
     module.get_submodule(blocks[0]).register_forward_pre_hook(before(split), with_kwargs=True)
     module.get_submodule(blocks[-1]).register_forward_hook(after)
-
-
-def _is_inside(name: str, blocks: list[str]) -> bool:
-    return any(name.startswith(f"{block}.") for block in blocks)
-
-
-def _tied(module: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one tensor."""
-    names: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 def _tie_again(module: nn.Module, tied: list[list[str]]) -> None:
