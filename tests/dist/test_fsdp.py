@@ -357,11 +357,6 @@ def test_a_resumed_training_is_bit_equal_to_a_straight_one(tmp_path: Path) -> No
 WRONG = {
     "compiled": "layer.compile() before paceline.fsdp",
     "blocks": "'layers.*' matches no submodule",
-    "twice": "this module is wrapped by paceline.fsdp already",
-    "torch": "this module is sharded by torch's fully_shard already",
-    "then ddp": "fix:   leave paceline.ddp out, or paceline.fsdp. Replicas of a sharded model: paceline.fsdp "
-    "with Mesh(dp_replicate=2, dp_shard=-1).",
-    "after ddp": "this module is wrapped by paceline.ddp already",
     "early": "make the optimizer after paceline.fsdp",
     "tied": "blocks.0.inner.weight and blocks.1.inner.weight are one parameter",
     "init": "init has no effect",
@@ -372,6 +367,14 @@ WRONG = {
     "ddp": "ddp keeps the whole model on each rank, but the mesh is dp_shard=2",
     "exact": "reproducible",
     "unused": "no gradient reached extra.weight, extra.bias",
+}
+
+WRAPPED = {
+    "twice": "this module is wrapped by paceline.fsdp already",
+    "torch": "this module is sharded by torch's fully_shard already",
+    "then ddp": "fix:   leave paceline.ddp out, or paceline.fsdp. Replicas of a sharded model: paceline.fsdp "
+    "with Mesh(dp_replicate=2, dp_shard=-1).",
+    "after ddp": "this module is wrapped by paceline.ddp already",
 }
 
 
@@ -420,6 +423,11 @@ def _refused(job: Any, kind: str) -> None:
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(dp_shard=2)):
         assert all(text in found[kind][1] for kind, text in WRONG.items()), found
+
+
+def test_a_module_that_is_wrapped_already_is_refused_on_all_ranks() -> None:
+    for found in run_ranks(refusals, _refused, list(WRAPPED), nproc=2, mesh=Mesh(dp_shard=2)):
+        assert all(text in found[kind][1] for kind, text in WRAPPED.items()), found
 
 
 def _chosen(job: Any) -> list[str]:

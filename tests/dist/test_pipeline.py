@@ -426,9 +426,6 @@ WRONG = {
     "frozen": "stage 0 (first, second) has no trainable parameter.\n  fix:   choose other names for split",
     "frozen without split": "no trainable parameter.\n  fix:   give split= with names of submodules",
     "unused measured": "the forward of Simple does not call third, last",
-    "again": "this module is wrapped by paceline.pipeline already",
-    "fsdp": "the mesh is pp=2; fsdp works without an axis pp",
-    "replica": "this module is wrapped by paceline.ddp already",
     "alone": "the mesh is pp=2, but the model is not split into stages",
     "fp16": "torch's loss scaler looks for overflows in the gradients of one stage only",
     "exact": "why:   the exact sum needs all gradients of a model on each rank",
@@ -438,6 +435,12 @@ WRONG = {
     "called": "a pipeline's model was called outside of `step.run`",
     "no call": "the function given to `step.run` did not call the model",
     "drops": "a micro-batch of 8 samples has tensors of 7 rows",
+}
+
+WRAPPED = {
+    "again": "this module is wrapped by paceline.pipeline already",
+    "fsdp": "the mesh is pp=2; fsdp works without an axis pp",
+    "replica": "this module is wrapped by paceline.ddp already",
 }
 
 
@@ -529,6 +532,11 @@ def test_wrong_use_is_refused_on_all_ranks() -> None:
             if kind == "unused measured" and rank > 0:
                 text = "rank 0 failed first: ConfigError: " + text
             assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
+
+
+def test_a_module_that_is_wrapped_already_is_refused_on_all_ranks() -> None:
+    for found in run_ranks(refusals, _refused, list(WRAPPED), nproc=2, mesh=Mesh(pp=2)):
+        assert all(text in found[kind][1] for kind, text in WRAPPED.items()), found
 
 
 # Found in the first forward, by the first stage.
