@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.audit.events import (
-    BatchGiven,
     JoinEntered,
     ModelSeen,
     OptimizerStepEnded,
@@ -109,10 +108,9 @@ def audit(
 def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
     """The replay; None and the reason if it did not train as the ordinary run."""
     planned = replay.plan.steps
-    did_not_end = replay.hung or replay.out_of_time
-    if did_not_end or (replay.returncode and replay.steps < planned):
-        if did_not_end:
-            return None, f"{replay.name} did not end in time."
+    if replay.hung or replay.out_of_time:
+        return None, f"{replay.name} did not end in time."
+    if replay.returncode and replay.steps < planned:
         return None, f"{replay.name} failed: the script cannot train on the batches of one process."
     if replay.steps < min(ordinary.steps, planned):
         return None, (
@@ -167,17 +165,16 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
-    batch, *others = (
-        next(iter(log.training_batches), None) for log in (solo.ranks[0], *ordinary.ranks)
-    )
-    solo_size, each = _size(batch), [_size(other) for other in others]
-    if batch is None or solo_size is None or None in each:
+    batches = [log.training_batches[:1] for log in (solo.ranks[0], *ordinary.ranks)]
+    solo_size, *each = (own[0].samples if own else None for own in batches)
+    if solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
     if all(size == solo_size for size in each):
         # A loss that compares the samples of all ranks must get each sample once.
         is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
         return "divided" if is_divided else "mirrored", ""
     if sum(size or 0 for size in each) == solo_size:
+        (batch,) = batches[0]
         if batch.ids and len(batch.ids) != batch.size:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
@@ -189,9 +186,3 @@ def _compares_evaluations(solo: Run, ordinary: Run) -> bool:
     """Whether one process and several exchange results in an evaluation, which could be compared."""
     of_ranks = (run.ranks[0].evaluations.values() for run in (solo, ordinary))
     return all(any(own.reductions or own.gathers for own in each) for each in of_ranks)
-
-
-def _size(batch: BatchGiven | None) -> int | None:
-    if batch is None:
-        return None
-    return len(batch.ids) if batch.ids else batch.size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 from paceline.data import digest as content
@@ -62,10 +62,11 @@ def _is_exact(leaf: Any) -> bool:
 
 def random_states(holder: Any = None) -> dict[str, int]:
     """Digests of the states of all known random generators, including those inside `holder`."""
-    states = {"torch": digest(torch.get_rng_state()), "random": digest(hash(random.getstate()[1]))}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = digest(numpy.random.get_state())
+    states = {
+        "torch": digest(torch.get_rng_state()),
+        "random": digest(hash(random.getstate()[1])),
+        "numpy": digest(numpy.random.get_state()),
+    }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = digest(torch.cuda.get_rng_state())
     states.update(_states_inside(holder, "dataset", 0))
@@ -103,9 +104,6 @@ def _generator_state(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
     if isinstance(value, numpy.random.Generator):
         return repr(value.bit_generator.state)
     return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None

@@ -195,6 +195,11 @@ class BatchGiven(EventOfPass):
     size: int | None = None  # the length of the first tensor
     content: int = 0  # the digest of the batch
 
+    @property
+    def samples(self) -> int | None:
+        """The number of samples; None if unknown."""
+        return len(self.ids) if self.ids else self.size
+
 
 class PassExhausted(EventOfPass):
     """The loader had no more batches."""

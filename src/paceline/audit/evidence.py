@@ -201,6 +201,11 @@ class RankLog:
         return next(iter(self.training_forwards), ForwardEnded())
 
     @property
+    def first_backward(self) -> BackwardBegun:
+        """The first backward; one without facts if there is none."""
+        return self.first(BackwardBegun) or BackwardBegun()
+
+    @property
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
         return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))

@@ -105,7 +105,7 @@ class LoopHooks:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
-        self._unscaled: set[int] = set()  # optimizers, since the scaler's last update
+        self._unscaled: set[int] = set()  # parameters, since the scaler's last update
         self._building_schedule = Nesting()
         self._loading = Nesting()
 
@@ -126,7 +126,7 @@ class LoopHooks:
             samples, rows = _samples(kwargs)
             forward = replace(forward, samples=samples, rows=rows)
         if forward.trains and (self._forwards == 1 or forward.shared):
-            forward = replace(forward, inputs=_digest_of_inputs([args, kwargs]))
+            forward = replace(forward, inputs=digest(_tensors([args, kwargs])))
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != forward.random.get(k)]
@@ -207,19 +207,14 @@ class LoopHooks:
     def backward(
         self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._in_backward as is_outermost:
-            if is_outermost:
-                self._record_backward(backward, tensors, *args, **kwargs)
-            else:
-                backward(tensors, *args, **kwargs)
-
-    def _record_backward(
-        self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
-    ) -> None:
+        if self._in_backward.depth:
+            backward(tensors, *args, **kwargs)
+            return
         losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
         weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
         self._progress.on_backward()
         with (
+            self._in_backward,
             self._recorder.span(
                 BackwardBegun(
                     at=user_line(),
@@ -321,14 +316,8 @@ class LoopHooks:
         """The loss scale that the gradients of these parameters still contain."""
         if self._scaler is None:
             return 1.0
-        owned, unscaled = set[int](), set[int]()
-        for optimizer in self._optimizers:
-            own = {id(p) for p in owned_parameters(optimizer)}
-            owned |= own
-            if id(optimizer) in self._unscaled:
-                unscaled |= own
-        clipped = parameters & owned
-        if clipped <= unscaled and (clipped or self._unscaled):
+        clipped = parameters & {id(p) for p in owned_parameters(*self._optimizers)}
+        if clipped <= self._unscaled and (clipped or self._unscaled):
             return 1.0
         return self._scaler.get_scale()
 
@@ -353,7 +342,8 @@ class LoopHooks:
             self._recorder.write(called(at=user_line()))
         result = method(scaler, *args, **kwargs)
         if name == "unscale":
-            self._unscaled.add(id(args[0] if args else kwargs["optimizer"]))
+            optimizer = args[0] if args else kwargs["optimizer"]
+            self._unscaled.update(id(p) for p in owned_parameters(optimizer))
         return result
 
     def build_schedule(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -397,15 +387,15 @@ class LoopHooks:
 
 def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
     """The number of samples in a forward's inputs and the digest of each, by its first tensor."""
-    tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = _tensors(inputs)
     if not tensors:
         return None, None
     return len(tensors[0]), digest_rows(tensors[0][:_MAX_ROWS])
 
 
-def _digest_of_inputs(inputs: Any) -> int:
-    """The digest of the tensors with dimensions. A number may count the samples of all ranks."""
-    return digest([x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()])
+def _tensors(inputs: Any) -> list[torch.Tensor]:
+    """The tensors with dimensions. A number may count the samples of all ranks."""
+    return [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ causes every remaining difference.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,26 +49,25 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
             own = model.state_dict()
             for key, value in states.get(number, {}).items():
                 if isinstance(own.get(key), torch.Tensor) and own[key].shape == value.shape:
-                    progress.after_evaluation.append(_Loaded(own[key], value).put_back)
+                    progress.after_evaluation.append(_load(own[key], value))
 
 
-class _Loaded:
-    """A tensor of the solo run in place of that of a rank, for one evaluation."""
+def _load(own: torch.Tensor, value: torch.Tensor) -> Callable[[], None]:
+    """Load a tensor of the solo run into that of a rank, and return what puts the rank's own values back."""
+    if isinstance(own, DTensor):
+        # Not from rank 0: a rank may evaluate alone.
+        value = distribute_tensor(
+            value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+        )
+    before = own.clone()
+    own.copy_(value)
+    loaded = own.clone()
 
-    def __init__(self, own: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(own, DTensor):
-            # Not from rank 0: a rank may evaluate alone.
-            value = distribute_tensor(
-                value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
-            )
-        self._own, self._before = own, own.clone()
-        own.copy_(value)
-        self._loaded = own.clone()
+    def put_back() -> None:
+        if torch.equal(plain(own), plain(loaded)):  # else the script has changed it in the meantime
+            own.copy_(before)
 
-    def put_back(self) -> None:
-        """Put the rank's own values back, unless the script has changed the tensor in the meantime."""
-        if torch.equal(plain(self._own), plain(self._loaded)):
-            self._own.copy_(self._before)
+    return put_back
 
 
 def save_weights(progress: Progress) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from typing import Any
 
+import numpy
 import torch
 
 from paceline.audit.run_plan import RunPlan
+from paceline.job import rng
 
 # The step with the shared batch, as the number of steps before it: a script that takes fewer is not judged.
 _STEPS_BEFORE = 8
@@ -35,9 +36,7 @@ class SharedBatch:
     def __init__(self, plan: RunPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
         self.is_given = False
-        self._restore: list[
-            tuple[Any, Any]
-        ] = []  # functions that set a random state, and the states
+        self._random_state: torch.Tensor | None = None  # of this rank, before the step
 
     def in_place_of(self, batch: Any, name: str, steps: int) -> Any:
         """The batch of rank 0 if this is the step for it, else `batch`.
@@ -67,19 +66,19 @@ class SharedBatch:
     def end(self) -> None:
         """End the step: the ranks go on with their own random states."""
         self.is_given = False
-        while self._restore:
-            restore, state = self._restore.pop()
-            restore(state)
+        if self._random_state is not None:
+            rng.restore(_device(), self._random_state)
+            self._random_state = None
 
     def _seed(self) -> None:
-        self._restore = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (random.setstate, random.getstate()),
-        ]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._restore.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-        _manual_seed(_SEED)
+        self._random_state = rng.snapshot(_device())
         random.seed(_SEED)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self._restore.append((numpy.random.set_state, numpy.random.get_state()))
-            numpy.random.seed(_SEED)
+        numpy.random.seed(_SEED)
+        _manual_seed(_SEED)
+
+
+def _device() -> torch.device:
+    """The device whose generator a script may draw from, besides the generators of the CPU."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations, dropwhile, takewhile
 
@@ -151,7 +151,7 @@ def _wrong_multiple(
     name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
     return FaultFound(
         what=f"the gradient of {name} is {factor:.4g} times that of one process.",
-        at=(_manual_reduction(log) or log.of(BackwardBegun)[0]).at,
+        at=(_manual_reduction(log) or log.first_backward).at,
         step=1,
         why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
         fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
@@ -227,7 +227,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         why, fix, reduction = _cause_of_small(case)
     return FaultFound(
         what=f"the gradient is {count} times too {'large' if larger else 'small'}: {why}",
-        at=(reduction or log.first(BackwardBegun) or BackwardBegun()).at,
+        at=(reduction or log.first_backward).at,
         step=1,
         why="the effective learning rate depends on the number of processes.",
         fix=fix,
@@ -241,7 +241,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
 def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
     """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
     log = (case.replay or case.ordinary).ranks[0]
-    solo, own = (each.first(BackwardBegun) or BackwardBegun() for each in (case.solo.ranks[0], log))
+    solo, own = case.solo.ranks[0].first_backward, log.first_backward
     for event in log.in_first_batch:
         values = event.values if isinstance(event, CollectiveBegun | CollectiveEnded) else None
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
@@ -303,8 +303,8 @@ def _loss_of_first_batch(case: Case) -> Judgement:
         return NotJudged(
             case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
         )
-    losses = [(log.first(BackwardBegun) or BackwardBegun()).loss for log in run.ranks]
-    if not _are_finite(losses):
+    losses = _finite_losses(log.first_backward for log in run.ranks)
+    if not losses:
         return NotJudged("the loss of step 1 is not one finite number.")
     firsts = [log.first_forward for log in run.ranks]
     if any(event.draws for event in firsts):
@@ -315,7 +315,7 @@ def _loss_of_first_batch(case: Case) -> Judgement:
     if _are_close(losses, _SAME_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return _loss_fault(
-        run.ranks[0].first(BackwardBegun) or BackwardBegun(),
+        run.ranks[0].first_backward,
         losses,
         why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "
         "computed from one rank's part of the data.",
@@ -328,11 +328,9 @@ def _loss_of_shared_batch(case: Case) -> FaultFound | None:
     each = [_shared_batch(log) for log in case.ranks]
     begins = [[(e.model, e.params, e.inputs, e.random) for e in forwards] for forwards, _ in each]
     backwards = [backward for _, backward in each if backward is not None]
-    losses = [event.loss for event in backwards]
+    losses = _finite_losses(backwards)
     is_same = bool(begins[0]) and all(own == begins[0] for own in begins)
-    if not is_same or len(backwards) < len(each) or not _are_finite(losses):
-        return None
-    if _are_close(losses, _EQUAL_LOSS):
+    if not is_same or len(losses) < len(each) or _are_close(losses, _EQUAL_LOSS):
         return None
     fault = _loss_fault(
         backwards[0],
@@ -355,20 +353,18 @@ def _shared_batch(log: RankLog) -> tuple[list[ForwardEnded], BackwardBegun | Non
     return forwards, None
 
 
-def _are_finite(losses: Sequence[float | None]) -> bool:
-    return all(loss is not None and math.isfinite(loss) for loss in losses)
+def _finite_losses(backwards: Iterable[BackwardBegun]) -> list[float]:
+    """The losses of these backwards; empty if one of them is no finite number."""
+    losses = [math.nan if event.loss is None else event.loss for event in backwards]
+    return losses if all(map(math.isfinite, losses)) else []
 
 
-def _are_close(losses: Sequence[float | None], rel_tol: float) -> bool:
-    known = [loss for loss in losses if loss is not None]
-    return math.isclose(min(known), max(known), rel_tol=rel_tol, abs_tol=_ZERO_LOSS)
+def _are_close(losses: list[float], rel_tol: float) -> bool:
+    return math.isclose(min(losses), max(losses), rel_tol=rel_tol, abs_tol=_ZERO_LOSS)
 
 
-def _loss_fault(
-    backward: BackwardBegun, losses: Sequence[float | None], *, why: str, fix: str
-) -> FaultFound:
-    known = [loss for loss in losses if loss is not None]
-    least, most = min(known), max(known)
+def _loss_fault(backward: BackwardBegun, losses: list[float], *, why: str, fix: str) -> FaultFound:
+    least, most = min(losses), max(losses)
     return FaultFound(
         what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
         "ones.",
@@ -376,7 +372,7 @@ def _loss_fault(
         step=backward.steps_done + 1,
         why=why,
         fix=fix,
-        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in known)}",
+        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in losses)}",
         effect=f"the losses differ by {abs(most / least - 1):.2%}"
         if least
         else f"the losses differ by {most:.3g}",

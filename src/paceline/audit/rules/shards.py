@@ -272,11 +272,8 @@ def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
 
 def _is_different_data(read: list[list[Any]]) -> bool:
     """Whether one index gives different samples on different ranks."""
-    contents: dict[Any, set[int]] = {}
-    for key in {key for each in read for key in each}:
-        if isinstance(key, tuple):
-            contents.setdefault(key[0], set()).add(key[1])
-    return any(len(each) > 1 for each in contents.values())
+    samples = {key for each in read for key in each if isinstance(key, tuple)}
+    return len({index for index, _ in samples}) < len(samples)
 
 
 def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:

@@ -109,9 +109,6 @@ def _since_training_began(log: RankLog) -> list[ForwardEnded]:
 
     Before, a script may call a model that is not equal on all ranks yet, to find the sizes of its layers.
     """
-    begun = dropwhile(lambda e: not (isinstance(e, DDPBuilt) or _trains(e)), log.events)
+    events: list[Event] = log.of(DDPBuilt, ForwardEnded)
+    begun = dropwhile(lambda e: isinstance(e, ForwardEnded) and not e.trains, events)
     return [event for event in begun if isinstance(event, ForwardEnded)]
-
-
-def _trains(event: Event) -> bool:
-    return isinstance(event, ForwardEnded) and event.trains

@@ -164,7 +164,7 @@ def learns_less(case: Case) -> Judgement:
         fix = "compare the order of the gathered values with that of the labels."
     return FaultFound(
         what="the loss does not fall as it does on one process.",
-        at=(gather or run.ranks[0].of(BackwardBegun)[0]).at,
+        at=(gather or run.ranks[0].first_backward).at,
         why=f"weights, samples and learning rates were those of one process: {why}",
         fix=fix,
         evidence=figure,
