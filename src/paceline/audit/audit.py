@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from paceline.audit.events import (
     JoinEntered,
-    ModelSeen,
     OptimizerStepEnded,
     PassCut,
     RankEnded,
@@ -88,9 +87,7 @@ def audit(
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
     replay = None
-    if ordinary.hung:
-        why = "the ordinary run hung, so the batches of one process were not replayed."
-    elif mode is not None:
+    if mode is not None:
         replay, why = _usable(run(mode), ordinary)
     only_solo_weights = None
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
@@ -147,7 +144,7 @@ def _judge(rule: Rule, case: Case) -> Judgement:
         return NotJudged(
             "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
         )
-    sharded = any(event.layout for log in case.ranks for event in log.of(ModelSeen))
+    sharded = any(log.layouts for log in case.ranks)
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
     if sharded and not has_whole and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
@@ -165,6 +162,8 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
+    if ordinary.hung:
+        return None, "the ordinary run hung, so the batches of one process were not replayed."
     batches = [log.training_batches[:1] for log in (solo.ranks[0], *ordinary.ranks)]
     solo_size, *each = (own[0].samples if own else None for own in batches)
     if solo_size is None or None in each:

@@ -423,7 +423,6 @@ class TrainingStarted(WeightsAt):
 class TrainingStep(WeightsAt):
     """A step ended."""
 
-    epoch: int = 0
     ids: list[int] = field(default_factory=list)  # this rank's samples
     loss: float = 0.0  # this rank's sum of losses
     count: float = 0.0  # their number

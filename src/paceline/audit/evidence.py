@@ -28,6 +28,7 @@ from paceline.audit.events import (
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
+    ModelSeen,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -152,6 +153,11 @@ class RankLog:
                 # Without buffers to send, a forward waits for no other rank.
                 inside.append(event if event.sends_buffers else None)
         return inside[-1]
+
+    @property
+    def layouts(self) -> set[str]:
+        """The layouts of models whose parameters are DTensors: "data", "parts"."""
+        return {event.layout for event in self.of(ModelSeen) if event.layout}
 
     @property
     def exchanges_activations(self) -> bool:

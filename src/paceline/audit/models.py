@@ -131,7 +131,6 @@ class Models:
         layout = ("data" if is_data else "parts") if meshes else ""
         self._recorder.write(
             ModelSeen(
-                at=user_line(),
                 layout=layout,
                 buffers=[name for name, b in inner.named_buffers() if b.is_floating_point()],
             )

@@ -192,7 +192,6 @@ class PacelineHooks:
             TrainingStep(
                 training=self._numbers[training],
                 step=step.number,
-                epoch=step.epoch,
                 ids=list(self._ids) if reports else [],
                 loss=float(loss) if reports and loss is not None else 0.0,
                 count=float(count) if reports else 0.0,

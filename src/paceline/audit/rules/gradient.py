@@ -17,7 +17,6 @@ from paceline.audit.events import (
     CommHookSet,
     DDPBuilt,
     ForwardEnded,
-    ModelSeen,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -254,7 +253,7 @@ def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
         fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
         return why, fix + "of all ranks, or multiply the loss by their number.", gather
     why = "it is divided by the number of ranks twice."
-    is_fsdp = any(event.layout == "data" for event in log.of(ModelSeen))
+    is_fsdp = "data" in log.layouts
     if not is_fsdp and not log.of(DDPBuilt):
         return why, "divide it once.", None
     whose = "FSDP" if is_fsdp else "DDP"
@@ -278,8 +277,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     first, other = case.solo.ranks[0].first_forward, replayed[0].first_forward
     if first.params is None or other.params is None:
         return "no forward of training was seen."
-    is_sharded = any(event.layout for event in replayed[0].of(ModelSeen))
-    if first.params != other.params and not is_sharded:
+    if first.params != other.params and not replayed[0].layouts:
         return "the weights differ between two runs before the first step: the script sets no seed."
     if not case.has_same_inputs:
         return (

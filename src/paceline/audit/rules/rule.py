@@ -12,7 +12,6 @@ from paceline.audit.events import (
     CollectiveBegun,
     DDPBuilt,
     Event,
-    ModelSeen,
     OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
@@ -62,7 +61,7 @@ class Case:
         log = self.ranks[0]
         events: list[Event] = log.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
         return (
-            any(event.layout for event in log.of(ModelSeen))
+            bool(log.layouts)
             or any(event.sync is not None for event in log.training_forwards)
             or any(
                 isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
@@ -75,10 +74,9 @@ class Case:
         """Whether the ranks may hold parts of one model, so that equal samples are right."""
         log = self.ranks[0]
         groups = [event.ranks for event in log.of(DDPBuilt)]
-        layouts = {event.layout for event in log.of(ModelSeen)}
-        if groups or "data" in layouts:
+        if groups or "data" in log.layouts:
             return any(ranks != self.world_size for ranks in groups) or log.exchanges_parts
-        return "parts" in layouts or log.exchanges_activations
+        return "parts" in log.layouts or log.exchanges_activations
 
     @property
     def updates_apart(self) -> bool:

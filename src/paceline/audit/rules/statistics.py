@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import dropwhile
 
-from paceline.audit.events import DDPBuilt, Event, ForwardEnded, ModelSeen, RankEnded
+from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import Differs, Point, differing, first_difference
@@ -17,7 +17,7 @@ Uses = dict[Point, ForwardEnded]  # by step, evaluation (0 in training) and mode
 def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
     log = case.ranks[0]
-    unwrapped = not log.of(DDPBuilt) and not any(event.layout for event in log.of(ModelSeen))
+    unwrapped = not log.of(DDPBuilt) and not log.layouts
     mismatch = find_mismatch(case) if unwrapped else None
     if mismatch is not None and not mismatch.outside:
         return NotJudged("the ranks' weights differ, and with them their statistics.")

@@ -11,7 +11,6 @@ from paceline.audit.events import (
     Digests,
     Event,
     ForwardEnded,
-    ModelSeen,
     OptimizerStepEnded,
     StateLoaded,
     WeightsChanged,
@@ -205,7 +204,7 @@ def drifting_weights(case: Case) -> Judgement:
     if len({step.grads.get(name) for step in steps}) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
-        if any(event.layout == "data" for event in case.ranks[0].of(ModelSeen)):
+        if "data" in case.ranks[0].layouts:
             fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
         elif bypassing:
             at = bypassing[-1].at
