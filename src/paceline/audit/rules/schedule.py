@@ -60,24 +60,15 @@ def fast_schedule(case: Case) -> Judgement:
     early, late = (_is_nearer(rates[is_other], each, here).sum() for each in (ahead, behind))
     other = len(here)
     is_early = early >= max(_MIN_EARLY, _MIN_SHARE * np.isfinite(ahead).sum())
-    is_late = late >= max(_MIN_EARLY, _MIN_SHARE * other) and reach < _MORE_CALLS
+    is_late = not is_early and reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other)
     calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
     # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
     has_more_calls = calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS
-    if is_late and not is_early:
-        return FaultFound(
-            at=_place(log),
-            step=1,
-            what=f"the schedule runs {count} times too slowly.",
-            why="it counts the samples or tokens of one rank, and its length those of all ranks.",
-            fix=f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them.",
-            evidence=f"in {late} steps the learning rate was that of one process at 1/{count} of the "
-            "position in the epoch",
-            effect=f"the learning rate changes {count} times too slowly",
-        )
-    figure = f"in {early} steps the learning rate was that of one process at {count} times the position in "
-    figure += "the epoch"
-    if not is_early:
+    steps, part, how = (
+        (late, f"1/{count} of", "slowly") if is_late else (early, f"{count} times", "fast")
+    )
+    figure = f"in {steps} steps the learning rate was that of one process at {part} the position in the epoch"
+    if not is_early and not is_late:
         if other < _MIN_EARLY:
             return NoFault("the learning rate is that of one process at the same part of an epoch.")
         figure = f"in {other} steps the learning rate was neither that of one process at the same step nor "
@@ -90,7 +81,10 @@ def fast_schedule(case: Case) -> Judgement:
             return NotJudged(f"{figure}.", is_open=True)
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
-    if has_more_calls:
+    if is_late:
+        why = "it counts the samples or tokens of one rank, and its length those of all ranks."
+        fix = f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them."
+    elif has_more_calls:
         why = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process."
         fix = "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
         fix += f"does, multiply its length by {count}."
@@ -99,11 +93,11 @@ def fast_schedule(case: Case) -> Judgement:
     return FaultFound(
         at=_place(log),
         step=1,
-        what=f"the schedule runs {count} times too fast.",
+        what=f"the schedule runs {count} times too {how}.",
         why=why,
         fix=fix,
         evidence=figure,
-        effect=f"the learning rate changes {count} times too fast",
+        effect=f"the learning rate changes {count} times too {how}",
     )
 
 
