@@ -57,7 +57,7 @@ def evaluated_twice(case: Case) -> Judgement:
         if gathers:
             equal = [result.is_equal for result in gathered]
         else:
-            pairs = [pair for each in _pairs(case).values() for pair in each]
+            pairs = [pair for one, ranks in _of_both_runs(case) for pair in _pairs(one, ranks)]
             equal = [_close(x, y) for pair in pairs for x, y in _results(pair)]
         if equal and all(equal):
             continue  # the script removes the surplus, or it does not matter
@@ -93,16 +93,18 @@ def evaluated_twice(case: Case) -> Judgement:
     )
 
 
-def _pairs(case: Case) -> dict[int, list[Pair]]:
-    """By evaluation, the reductions of the replay with those of one process."""
+def _of_both_runs(case: Case) -> list[tuple[Evaluation, list[Evaluation]]]:
+    """Each evaluation of one process that rank 0 made too with the same weights, and those of the ranks."""
     if case.with_solo_weights is None:
-        return {}
-    one = case.solo.ranks[0].evaluations
-    return {
-        number: list(zip(one[number].reductions, own.reductions, strict=False))
-        for number, own in case.with_solo_weights.ranks[0].evaluations.items()
-        if own.reductions and number in one and one[number].reductions
-    }
+        return []
+    solo = case.solo.ranks[0].evaluations
+    each = [log.evaluations for log in case.with_solo_weights.ranks]
+    numbers = [number for number in each[0] if number in solo]
+    return [(solo[n], [own.get(n, Evaluation()) for own in each]) for n in numbers]
+
+
+def _pairs(one: Evaluation, ranks: list[Evaluation]) -> list[Pair]:
+    return list(zip(one.reductions, ranks[0].reductions, strict=False))
 
 
 def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:
@@ -157,20 +159,11 @@ class _Result:
 
 def _results_of_gathers(case: Case) -> list[_Result]:
     """What all ranks computed in each evaluation of the replay after a gather."""
-    if case.with_solo_weights is None:
-        return []
     results = []
-    logs = case.with_solo_weights.ranks
-    for number, own in logs[0].evaluations.items():
-        one = case.solo.ranks[0].evaluations.get(number)
-        each = [log.evaluations.get(number, Evaluation()) for log in logs]
+    for one, each in _of_both_runs(case):
+        own = each[0]
         rows = [row for every in each for part in every.rows.values() for row in part]
-        if (
-            one is None
-            or not rows
-            or not own.gathers
-            or set(rows) != set().union(*one.rows.values())
-        ):
+        if not rows or not own.gathers or set(rows) != set().union(*one.rows.values()):
             continue  # another part of the data
         for at, numbers in own.numbers.items():
             if at in one.numbers and all(every.numbers.get(at) == numbers for every in each):
@@ -239,10 +232,10 @@ def averaged_metric(case: Case) -> Judgement:
         )
     judged = with_counts = 0
     unclear: Pair | None = None
-    for number, pairs in _pairs(case).items():
-        if len(solo[number].reductions) != len(replay[number].reductions):
+    for one, ranks in _of_both_runs(case):
+        pairs = _pairs(one, ranks)
+        if pairs and len(one.reductions) != len(ranks[0].reductions):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
-        ranks = [log.evaluations.get(number, Evaluation()) for log in case.with_solo_weights.ranks]
         samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1].results + _sums(pair)]
