@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.audit.events import (
     BackwardBegun,
     BackwardEnded,
@@ -28,10 +30,8 @@ def unmatched_collective(case: Case) -> Judgement:
             "not every rank takes the same steps, so they were not ended after the same one."
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
-    each = [
-        _sequence(log, case.world_size, case.ordinary.plan.steps if cut else None)
-        for log in case.ranks
-    ]
+    steps = case.ordinary.plan.steps if cut else math.inf
+    each = [_sequence(log, case.world_size, steps) for log in case.ranks]
     for number in range(max(map(len, each))):
         calls = [own[number] if number < len(own) else None for own in each]
         kinds = [None if call is None else _kind(call) for call in calls]
@@ -59,21 +59,17 @@ def unmatched_collective(case: Case) -> Judgement:
     return NoFault(f"all ranks entered the same {len(each[0])} collectives in the same order.")
 
 
-def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Call]:
+def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
     """The collectives over all ranks that this rank entered, including those of DDP.
 
-    With `steps`, only those before the first pass after that step; verification ends the rank in such a pass.
+    Only those before the first pass after so many steps: verification may end the rank in such a pass.
     """
     found: list[Call] = []
     forward_syncs = False
     spans_all = all(event.ranks == world_size for event in log.of(DDPBuilt))
     for event in log.events:
         if isinstance(event, PassBegun):
-            if (
-                steps is not None
-                and event.steps_done >= steps
-                and event.loader in log.training_loaders
-            ):
+            if event.steps_done >= steps and event.loader in log.training_loaders:
                 break
         elif isinstance(event, ForwardBegun):
             if event.sends_buffers and spans_all:

@@ -48,14 +48,10 @@ def scaled_gradient(case: Case) -> Judgement:
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_weight(case, why)
-    judgement = _judge_optimizer(case, run, 0)
-    for number in range(1, len(case.solo.ranks[0].optimizer_steps(1))):
-        if isinstance(judgement, FaultFound):
-            break
-        # Its gradient may depend on random numbers since the first forward, so only a clear factor counts.
-        other = _judge_optimizer(case, run, number)
-        judgement = other if isinstance(other, FaultFound) else judgement
-    return judgement
+    optimizers = max(1, len(case.solo.ranks[0].optimizer_steps(1)))
+    each = [_judge_optimizer(case, run, number) for number in range(optimizers)]
+    # After the first, a gradient may depend on random numbers since its forward: only a clear factor counts.
+    return next((own for own in each if isinstance(own, FaultFound)), each[0])
 
 
 def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
@@ -209,12 +205,10 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
     # Of SGD, the update is then right.
     steps = [step for each in (case.solo.ranks[0], log) for step in each.optimizer_steps(1)[:1]]
-    rates = [step.lrs[0] for step in steps]
-    is_compensated = (
-        larger
-        and len(rates) == 2
-        and math.isclose(rates[0], rates[1] * count, rel_tol=_NEAR_FACTOR)
-    )
+    is_compensated = False
+    if larger and len(steps) == 2:
+        solo_rate, rate = (step.lrs[0] for step in steps)
+        is_compensated = math.isclose(solo_rate, rate * count, rel_tol=_NEAR_FACTOR)
     if larger:
         reduction = _manual_reduction(log)
         why = "it is summed over ranks and not averaged."
