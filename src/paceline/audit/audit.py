@@ -13,22 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.audit.events import (
-    JoinEntered,
-    OptimizerStepEnded,
-    PassCut,
-    RankEnded,
-)
+from paceline.audit.events import JoinEntered, OptimizerStepEnded, PassCut, RankEnded
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NotJudged,
-    Rule,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NotJudged, Rule
 from paceline.audit.run_plan import Mode, RunPlan
 
 Execute = Callable[[RunPlan], Run]
