@@ -1,10 +1,10 @@
 """Every private name of torch that Paceline uses: why, since which torch, and what happens without it.
 
-No other module may use a private name of torch, with two exceptions: the saved values of nodes of the graph
-in `audit/loss_weight.py`, and `torch._foreach_*`, which torch's own documentation names for lists of tensors
-and which every supported version has. A caller asks `find(path)` for the object. If the installed
-torch does not have it, `find` warns once and returns None, and the caller switches its feature off. Only
-names in `NAMES` can be found. `tests/unit/test_torch_private.py` looks up each of them, so a new torch
+No other module may use a private name of torch, except `torch._foreach_*`, which torch's own documentation
+names for lists of tensors and which every supported version has. A caller asks `find(path)` for the object.
+If the installed torch does not have it, `find` warns once and returns None, and the caller switches its
+feature off. Before a class that replaces private methods of torch is used, `has(path)` is asked for each.
+Only names in `NAMES` can be found. `tests/unit/test_torch_private.py` looks up each of them, so a new torch
 that lacks a name fails that test first.
 
 torch is imported when a name is first looked up, because the launcher starts ranks before it imports torch.
@@ -16,6 +16,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from paceline import log
@@ -30,7 +31,8 @@ class PrivateName:
         why: why it is needed, and why no public name is enough.
         since: the first torch release that has been tested with it.
         without: what Paceline does if the name is missing, as the end of a sentence.
-        of_objects: whether only objects have the attribute, not their class: `attribute` reads it.
+        of_objects: whether only objects have the attribute, not their class: `attribute` reads it, and
+            `set_attribute` writes it.
     """
 
     path: str
@@ -41,6 +43,17 @@ class PrivateName:
 
 
 COMPILER = "torch._dynamo"
+AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
+RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_AGENT_METHOD = "torch documents that subclasses replace it, but under its private name"
+_LOST_NODES = "the public handler takes 43 s to see a lost node, and cannot be told to be faster"
+_NO_EVENTS = "it inspects the stack at each exchange of the state, which takes 10 ms"
+_NEW_STATE = "the handler has no public way to read the state of the other nodes now"
+_NEW_STORE = (
+    "the handler keeps the store of the ranks over restarts, with the addresses of dead ranks"
+)
+_NODE_NUMBERS = "the handler has no public way to keep the numbers that the user gave the nodes"
+_OWN_HOLDER = "the handler makes its nodes and its executor itself, and takes no other ones"
 NAMES = (
     # job
     PrivateName(
@@ -58,6 +71,15 @@ NAMES = (
         "torch._C._are_functorch_transforms_active",
         why="torch.func has no public way to tell that a forward runs inside vmap or grad",
         without="paceline verify cannot watch a model that is called inside torch.func",
+    ),
+    *(
+        PrivateName(
+            f"torch.autograd.graph.Node.{name}",
+            why="nothing else in a loss of torch's loss functions tells over how many terms it was taken",
+            without="paceline verify does not judge the weight of samples in such a loss",
+            of_objects=True,
+        )
+        for name in ("_saved_self", "_saved_weight")
     ),
     # shm
     PrivateName(
@@ -89,6 +111,12 @@ NAMES = (
         "torch.UntypedStorage._share_fd_cpu_",
         why="the public share_memory_() does not return the file descriptor that other ranks open",
         without="`shm` copies gradients to sum them",
+    ),
+    # mpi
+    PrivateName(
+        "torch.distributed.Work._source_rank",
+        why="torch asks it, and no public method, which rank sent what `recv` received from any rank",
+        without="`recv` from any rank does not return the sender over MPI",
     ),
     # data
     PrivateName(
@@ -217,18 +245,76 @@ NAMES = (
     ),
     *(
         PrivateName(
-            f"torch.distributed.elastic.rendezvous.dynamic_rendezvous.{name}",
-            why="the public handler takes 43 s to see a lost node, and cannot be told to be faster",
-            since="2.11",
+            f"{RENDEZVOUS}.{name}",
+            why=why,
             without="jobs on several nodes use torch's own rendezvous, which finds a lost node later "
             "and keeps one store over restarts",
+            of_objects=of_objects,
         )
-        for name in (
-            "_Action",
-            "_BackendRendezvousStateHolder",
-            "_DistributedRendezvousOpExecutor",
-            "_remove_participant_epilogue",
+        for name, of_objects, why in (
+            ("_Action", False, _LOST_NODES),
+            ("_BackendRendezvousStateHolder", False, _LOST_NODES),
+            ("_BackendRendezvousStateHolder._last_sync_time", True, _NEW_STATE),
+            ("_BackendRendezvousStateHolder._record", False, _NO_EVENTS),
+            ("_BackendRendezvousStateHolder._sanitize", False, _LOST_NODES),
+            ("_DistributedRendezvousOpExecutor", False, _LOST_NODES),
+            ("_DistributedRendezvousOpExecutor._mark_rendezvous_complete", False, _NODE_NUMBERS),
+            ("_DistributedRendezvousOpExecutor._record", False, _NO_EVENTS),
+            ("_DistributedRendezvousOpExecutor._state", True, _NEW_STATE),
+            ("_remove_participant_epilogue", False, _LOST_NODES),
+            ("DynamicRendezvousHandler._bootstrap_store_info", True, _NEW_STORE),
+            ("DynamicRendezvousHandler._create_tcp_store_server", False, _NEW_STORE),
+            ("DynamicRendezvousHandler._heartbeat_lock", True, _NEW_STATE),
+            ("DynamicRendezvousHandler._node_desc_generator", False, _OWN_HOLDER),
+            ("DynamicRendezvousHandler._op_executor", True, _OWN_HOLDER),
+            ("DynamicRendezvousHandler._shared_tcp_store_server", True, _NEW_STORE),
         )
+    ),
+    *(
+        PrivateName(
+            f"{AGENT}.{name}",
+            why=why,
+            without="torch's own agent runs the ranks: failures and hangs are not explained",
+            of_objects=of_objects,
+        )
+        for name, of_objects, why in (
+            ("_rendezvous", False, _AGENT_METHOD),
+            ("_start_workers", False, _AGENT_METHOD),
+            ("_monitor_workers", False, _AGENT_METHOD),
+            ("_stop_workers", False, _AGENT_METHOD),
+            ("_shutdown", False, _AGENT_METHOD),
+            (
+                "_remaining_restarts",
+                True,
+                "no public name ends the restarts when a failure repeats",
+            ),
+        )
+    ),
+    PrivateName(
+        f"{AGENT}._exit_barrier",
+        why="torch's own barrier also waits for launchers that have stopped their ranks and do not come",
+        without="after a preemption on several nodes a launcher may wait up to 300 s for the others",
+    ),
+    PrivateName(
+        f"{AGENT}._store",
+        why="the agent keeps the store of the last round, and with it the port that the next round needs",
+        without="a restart with a fixed --master-port waits 10 s for that port, and may not get it",
+        of_objects=True,
+    ),
+    PrivateName(
+        f"{AGENT}._setup_local_watchdog",
+        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
+        without="TORCHELASTIC_ENABLE_FILE_TIMER has no effect",
+    ),
+    PrivateName(
+        f"{AGENT}._setup_healthcheck",
+        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
+        without="TORCHELASTIC_HEALTH_CHECK_PORT has no effect",
+    ),
+    PrivateName(
+        f"{AGENT}._set_local_rank_env",
+        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
+        without="--virtual-local-rank has no effect: all ranks of a node see all of its GPUs",
     ),
     PrivateName(
         "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
@@ -288,9 +374,36 @@ def find(path: str) -> Any | None:
     name = _BY_PATH[path]
     found = look_up(path)
     if found is None:
-        version = importlib.import_module("torch").__version__
-        log.once(f"torch {version} has no {path}: {name.without}.")
+        _warn(name)
     return found
+
+
+@functools.cache
+def has(path: str) -> bool:
+    """Whether the installed torch has a name; if not, it warns as `find` does.
+
+    An attribute that only objects have is there if a method of their class, which is in Python, names it.
+
+    Raises:
+        KeyError: `path` is not in `NAMES`.
+    """
+    name = _BY_PATH[path]
+    owner, _, last = path.rpartition(".")
+    there = last in _used_by(look_up(owner)) if name.of_objects else look_up(path) is not None
+    if not there:
+        _warn(name)
+    return there
+
+
+def _warn(name: PrivateName) -> None:
+    version = importlib.import_module("torch").__version__
+    log.once(f"torch {version} has no {name.path}: {name.without}.")
+
+
+def _used_by(owner: Any) -> set[str]:
+    """The names in the methods of a class and of its bases."""
+    members = [m for base in getattr(owner, "__mro__", ()) for m in vars(base).values()]
+    return {n for m in members if isinstance(m, FunctionType) for n in m.__code__.co_names}
 
 
 def attribute(path: str, owner: Any) -> Any | None:
@@ -300,6 +413,15 @@ def attribute(path: str, owner: Any) -> Any | None:
         KeyError: `path` is not in `NAMES`.
     """
     return getattr(owner, _BY_PATH[path].path.rpartition(".")[2], None)
+
+
+def set_attribute(path: str, owner: Any, value: Any) -> None:
+    """Set the attribute at `path` of an object. torch does not see it if `has(path)` is False.
+
+    Raises:
+        KeyError: `path` is not in `NAMES`.
+    """
+    setattr(owner, _BY_PATH[path].path.rpartition(".")[2], value)
 
 
 def wrap(path: str, wrapper: Callable[[Any], Any]) -> bool:

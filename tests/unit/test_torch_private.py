@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -28,12 +30,14 @@ def test_the_installed_torch_has_it(name: torch_private.PrivateName) -> None:
         linear = torch.ones(2, 3, requires_grad=True)
         objects = (
             linear.log_softmax(1).mean(),
-            nn.functional.cross_entropy(linear, torch.ones(2).long()),
+            nn.functional.cross_entropy(linear, torch.ones(2).long(), weight=torch.ones(3)),
+            nn.functional.mse_loss(linear, torch.ones(2, 3)),
         )
         schedule = ConstantLR(torch.optim.SGD([linear]))
         owners = [*(loss.grad_fn for loss in objects), torchmetrics.MeanMetric()]
         owners.append(ChainedScheduler([schedule]))
-        assert any(torch_private.attribute(name.path, owner) is not None for owner in owners)
+        values = [torch_private.attribute(name.path, owner) for owner in owners]
+        assert torch_private.has(name.path) or any(value is not None for value in values)
     else:
         assert torch_private.look_up(name.path) is not None
     assert name.why
@@ -81,17 +85,11 @@ def _defined(tree: ast.AST) -> set[str]:
     return {name for name in found if _is_private(name)}
 
 
+USED_THROUGH = {name.path.rpartition(".")[2] for name in torch_private.NAMES}
 OWN = {name for path in OTHERS for name in _defined(ast.parse(path.read_text()))}
 STDLIB = {"_exit", "_current_frames", "_getframe", "_fields", "_run_module_as_main"}
-# Attributes of subclasses of torchrun's agent and rendezvous and of argparse's parser, and of nodes of the
-# graph that the audit reads. A fork runs the functions of atexit itself.
-EXEMPT = {
-    "agent.py": "self._",
-    "command_line.py": "self._",
-    "forked_ranks.py": "atexit._",
-    "nodes.py": ("self._", "cls._"),
-    "loss_weight.py": "node._saved_",
-}
+# Attributes of a subclass of argparse's parser. A fork runs the functions of atexit itself.
+EXEMPT = {"command_line.py": "self._", "forked_ranks.py": ("atexit._", "threading._")}
 
 
 def _private(tree: ast.AST) -> list[str]:
@@ -117,11 +115,15 @@ def _private(tree: ast.AST) -> list[str]:
                 root = root.value
             if isinstance(root, ast.Name) and root.id in roots:
                 found.append(f"{ast.unparse(node)}")
-    used_through = {name.path.rpartition(".")[2] for name in torch_private.NAMES}
+    defined = _defined(tree)
     for node in ast.walk(tree):
         name = _attribute(node)
-        if name in used_through or (_is_private(name) and name not in OWN | STDLIB):
-            owner = node.value if isinstance(node, ast.Attribute) else node.args[0]  # type: ignore[attr-defined]
+        if not _is_private(name):
+            continue
+        owner = node.value if isinstance(node, ast.Attribute) else node.args[0]  # type: ignore[attr-defined]
+        of_torch = name in USED_THROUGH and name not in defined
+        overridden = name in USED_THROUGH and ast.unparse(owner) == "super()"
+        if of_torch or overridden or name not in OWN | STDLIB:
             found.append(f"{ast.unparse(owner)}.{name}")
     # As a string, for `find` or another look-up.
     known = {name.path for name in torch_private.NAMES}
@@ -135,3 +137,21 @@ def _private(tree: ast.AST) -> list[str]:
 def test_no_other_module_uses_private_names_of_torch(path: Path) -> None:
     found = _private(ast.parse(path.read_text()))
     assert [name for name in found if not name.startswith(EXEMPT.get(path.name, ":"))] == []
+
+
+# Modules whose classes have a base of torch, and private methods or attributes.
+SUBCLASSES = [path for path in OTHERS if re.search(r"^class \w+\(", path.read_text(), re.M)]
+
+
+@pytest.mark.parametrize("path", SUBCLASSES, ids=lambda p: p.relative_to(SOURCE).as_posix())
+def test_a_private_method_of_torch_that_a_subclass_replaces_is_listed(path: Path) -> None:
+    module = importlib.import_module(
+        ".".join(["paceline", *path.relative_to(SOURCE).with_suffix("").parts])
+    )
+    for cls in vars(module).values():
+        if not isinstance(cls, type) or cls.__module__ != module.__name__:
+            continue
+        bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "torch"]
+        of_torch = {name for base in bases for name in vars(base) if _is_private(name)}
+        replaced = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+        assert replaced & of_torch <= USED_THROUGH

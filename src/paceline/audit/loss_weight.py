@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline import torch_private
+
 # Operations whose backward multiplies the gradient by a number, or leaves it.
 _SCALINGS = {"Mul", "Div", "Neg", "Add", "Sub", "ToCopy", "Alias", "View", "Squeeze"}
 _MEAN, _SUM = 1, 2  # values of `_saved_reduction`
-_EMPTY = torch.empty(0)
+_NODE = "torch.autograd.graph.Node"
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,7 @@ class LossWeight:
 
 def loss_weight(loss: torch.Tensor) -> LossWeight | None:
     """The weight of each term; None if the graph is not a reduction followed by scalings."""
-    try:
-        return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
-    except AttributeError:
-        # torch documents the `_saved_` attributes of nodes, but not which node has which.
-        return None
+    return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
 
 
 def _walk(node: Any, gradient: torch.Tensor) -> LossWeight | None:
@@ -57,13 +55,13 @@ def _walk(node: Any, gradient: torch.Tensor) -> LossWeight | None:
 
 def _reduction(node: Any, factor: float) -> LossWeight | None:
     name = type(node).__name__
+    reduction = torch_private.attribute(f"{_NODE}._saved_reduction", node)
     if name in ("MeanBackward0", "SumBackward0"):
-        count = float(math.prod(node._saved_self_sym_sizes))
+        sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
+        count = 0.0 if sizes is None else float(math.prod(sizes))
         mean = name == "MeanBackward0"
-    elif hasattr(node, "_saved_reduction"):
-        if node._saved_reduction not in (_MEAN, _SUM):
-            return None
-        mean = node._saved_reduction == _MEAN
+    elif reduction in (_MEAN, _SUM):
+        mean = reduction == _MEAN
         count = _terms(node)
     else:
         return None
@@ -71,12 +69,16 @@ def _reduction(node: Any, factor: float) -> LossWeight | None:
 
 
 def _terms(node: Any) -> float:
+    """The number of terms of a loss function of torch; 0 if its node does not tell it."""
     # With class weights, the total is the sum of the weights and not a number of samples.
-    by_class = getattr(node, "_saved_weight", None) is not None
-    if not by_class and getattr(node, "_saved_total_weight", _EMPTY).numel() == 1:
-        total = float(node._saved_total_weight)  # targets that are not ignored; 0 for sums
-        if total:
-            return total
-    if hasattr(node, "_saved_ignore_index"):
-        return float((node._saved_target != node._saved_ignore_index).sum())
-    return float(node._saved_self.numel())
+    by_class = torch_private.attribute(f"{_NODE}._saved_weight", node) is not None
+    total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
+    # The targets that are not ignored; 0 for sums.
+    if not by_class and total is not None and total.numel() == 1 and float(total):
+        return float(total)
+    ignored = torch_private.attribute(f"{_NODE}._saved_ignore_index", node)
+    if ignored is not None:
+        targets = torch_private.attribute(f"{_NODE}._saved_target", node)
+        return 0.0 if targets is None else float((targets != ignored).sum())
+    values = torch_private.attribute(f"{_NODE}._saved_self", node)
+    return 0.0 if values is None else float(values.numel())

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 
+from paceline import torch_private
 from paceline.errors import name_ranks
 from paceline.job.network import (
     VARIABLES,
@@ -49,6 +50,23 @@ from paceline.watch.rank_state import last_call
 
 # How long preempted ranks of other nodes may still need the store. All ranks stop after the same step.
 _PREEMPTED_WAIT_S = 5.0
+_EXIT_BARRIER_S = 300.0  # torch's own default
+
+_TORCH = torch_private.AGENT
+_RESTARTS_LEFT = f"{_TORCH}._remaining_restarts"
+_NEEDED = (
+    f"{_TORCH}._rendezvous",
+    f"{_TORCH}._start_workers",
+    f"{_TORCH}._monitor_workers",
+    f"{_TORCH}._stop_workers",
+    f"{_TORCH}._shutdown",
+    _RESTARTS_LEFT,
+)
+
+
+def is_available() -> bool:
+    """Whether the installed torch has what `Agent` needs; the first missing name gives one warning."""
+    return all(torch_private.has(path) for path in _NEEDED)
 
 
 class Agent(LocalElasticAgent):
@@ -74,7 +92,8 @@ class Agent(LocalElasticAgent):
     ) -> None:
         logs = options.config.logs_specs
         assert logs is not None
-        super().__init__(spec, logs)
+        super().__init__(spec, logs, exit_barrier_timeout=_EXIT_BARRIER_S)
+        self._logs = logs
         self._options = options
         self._local_ranks = local_ranks
         self._signals = signals
@@ -94,19 +113,20 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # The store of the last round closes its port when the last reference to it is gone.
-        self._store = None
+        torch_private.set_attribute(f"{_TORCH}._store", self, None)
         worker_group.store = None
         if self._local_ranks.announced and not self._local_ranks.ranks:
             self._local_ranks.start_again()  # they import torch while the nodes meet
+        rendezvous: Any = torch_private.find(f"{_TORCH}._rendezvous")
         with self._signals.interruptible():
-            super()._rendezvous(worker_group)
+            rendezvous(self, worker_group)
         self._exchange = None
         if (nodes := worker_group.group_world_size or 1) > 1:
             node: Any = worker_group.group_rank
             if self._nodes is not None:
                 self._exchange = self._nodes.exchange(node, nodes)
             else:
-                store: Any = self._store
+                store: Any = worker_group.store
                 prefix = f"paceline/{self._restarts}"
                 self._exchange = NodeExchange(PrefixStore(prefix, store), node, nodes)
         if self._watch is not None:
@@ -162,7 +182,7 @@ class Agent(LocalElasticAgent):
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         else:
             with self._signals.interruptible():
-                self._wait_for_nodes(self._exit_barrier_timeout)
+                self._wait_for_nodes(_EXIT_BARRIER_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._local_ranks.ranks:
@@ -171,10 +191,12 @@ class Agent(LocalElasticAgent):
             worker.local_rank: self._environment(worker_group, worker)
             for worker in worker_group.workers
         }
-        self._setup_local_watchdog(environments)
-        self._setup_healthcheck()
+        if setup := torch_private.find(f"{_TORCH}._setup_local_watchdog"):
+            setup(self, environments)
+        if setup := torch_private.find(f"{_TORCH}._setup_healthcheck"):
+            setup(self)
         if self._options.uses_logs:
-            self._connect_logs(self._logs_specs, environments)
+            self._connect_logs(self._logs, environments)
         ranks, shown = self._local_ranks.ranks, self._options.shown
         for worker in worker_group.workers:
             rank = ranks[worker.local_rank]
@@ -217,7 +239,9 @@ class Agent(LocalElasticAgent):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         }
         environment = {name: str(value) for name, value in environment.items()}
-        self._set_local_rank_env(environment, worker.local_rank, spec)
+        environment["LOCAL_RANK"] = str(worker.local_rank)
+        if set_devices := torch_private.find(f"{_TORCH}._set_local_rank_env"):
+            set_devices(self, environment, worker.local_rank, spec)
         if (route := self._route) is not None:
             return interface_variables(route, os.environ) | environment
         return environment
@@ -254,12 +278,21 @@ class Agent(LocalElasticAgent):
                     stream.console = None
 
     @property
+    def _max_restarts(self) -> int:
+        return int(self.get_worker_group().spec.max_restarts)
+
+    @property
+    def _restarts_left(self) -> int:
+        left = torch_private.attribute(_RESTARTS_LEFT, self)
+        return 0 if left is None else int(left)
+
+    @property
     def _restarts(self) -> int:
-        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+        return self._max_restarts - self._restarts_left
 
     @property
     def _nodes(self) -> NodeRendezvous | None:
-        handler = self._worker_group.spec.rdzv_handler
+        handler = self.get_worker_group().spec.rdzv_handler
         return handler if isinstance(handler, NodeRendezvous) else None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -271,7 +304,7 @@ class Agent(LocalElasticAgent):
         if self.step_profile is not None:
             alive = [rank for rank in ranks.ranks if rank.returncode is None]
             self.step_profile.look(time.monotonic(), alive)
-        if self._remaining_restarts > 0:
+        if self._restarts_left > 0:
             ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":
                 ranks.keep_spares()
@@ -294,10 +327,10 @@ class Agent(LocalElasticAgent):
         # If the other node ends its ranks for a hang, this node prints the hang first.
         if self._is_hanging(worker_group.workers[0].world_size, finish=peer_failed) or peer_failed:
             return self._fail()
-        if self._nodes and (self._remaining_restarts > 0 or ranks.done):
+        if self._nodes and (self._restarts_left > 0 or ranks.done):
             if lost := self._nodes.lost():
                 return self._lose_round(f"lost {', '.join(lost)}: no sign of life")
-            if self._remaining_restarts > 0 and self._nodes.is_excluded():
+            if self._restarts_left > 0 and self._nodes.is_excluded():
                 return self._lose_round("this node did not respond, and the others continued")
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -313,7 +346,7 @@ class Agent(LocalElasticAgent):
             return self._nodes is None  # otherwise torch's loop notices that the rendezvous is lost
         # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
         ended_at = max(rank.ended_at for rank in self._local_ranks.ranks)
-        return self._nodes is None and time.time() - ended_at > self._exit_barrier_timeout
+        return self._nodes is None and time.time() - ended_at > _EXIT_BARRIER_S
 
     def _is_hanging(self, world_size: int, *, finish: bool) -> bool:
         """Whether a hang has to end this round; marks the ranks that cause it."""
@@ -352,7 +385,7 @@ class Agent(LocalElasticAgent):
         if ranks.failing:
             ranks.settle(enough, hurry=hurry)
         settled = find_first_failure(ranks.outcomes())
-        if self._remaining_restarts <= 0 or (settled is not None and self._repeats(settled)):
+        if self._restarts_left <= 0 or (settled is not None and self._repeats(settled)):
             ranks.request_states()
         elsewhere: list[RankOutcome] = []
         silent = 0
@@ -377,19 +410,19 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         repeated = self._repeats(verdict)
         if repeated:
-            self._remaining_restarts = 0
+            torch_private.set_attribute(_RESTARTS_LEFT, self, 0)
         self.verdict = verdict
         memory_before, self._memory = self._memory, read_memory()
         info = JobInfo(
-            world_size=self._worker_group.workers[0].world_size,
+            world_size=self.get_worker_group().workers[0].world_size,
             restarts=self._restarts,
-            max_restarts=self._worker_group.spec.max_restarts,
+            max_restarts=self._max_restarts,
             silent_nodes=silent,
             repeated=repeated,
             memory=(memory_before, self._memory),
             calls={rank.rank: last_call(rank.answer) for rank in ranks.ranks},
         )
-        if self._remaining_restarts > 0:
+        if self._restarts_left > 0:
             ranks.say(render_restart(verdict, info))
         else:
             ranks.say(self._report(outcomes, render_failure(verdict, info)))
@@ -418,8 +451,8 @@ class Agent(LocalElasticAgent):
 
     def _lose_round(self, why: str) -> RunResult:
         self.verdict = None
-        may_restart = self._remaining_restarts > 0
-        restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
+        may_restart = self._restarts_left > 0
+        restart = f"restart {self._restarts + 1} of {self._max_restarts} begins"
         what_next = (
             restart if may_restart else "the ranks of this node had already ended with exit code 0"
         )
@@ -445,7 +478,8 @@ class Agent(LocalElasticAgent):
         self._end_ranks(death_sig, may_save=bool(self._signals.received))
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
-        super()._shutdown(death_sig, *args, **kwargs)
+        shutdown: Any = torch_private.find(f"{_TORCH}._shutdown")
+        shutdown(self, death_sig, *args, **kwargs)
 
     def _wait_for_nodes(self, timeout_s: float) -> None:
         """Wait until the ranks of other nodes have ended; this process may serve their store."""

@@ -47,18 +47,21 @@ from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
 from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT
 
-_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_NAMES = tuple(
-    f"{_MODULE}.{name}"
-    for name in (
-        "_Action",
-        "_BackendRendezvousStateHolder",
-        "_DistributedRendezvousOpExecutor",
-        "_remove_participant_epilogue",
-    )
-)
+_MODULE = torch_private.RENDEZVOUS
+_HOLDER = f"{_MODULE}._BackendRendezvousStateHolder"
+_EXECUTOR = f"{_MODULE}._DistributedRendezvousOpExecutor"
+_HANDLER = f"{_MODULE}.DynamicRendezvousHandler"
+_OPTIONAL = f"{_MODULE}._delay"
 # Without a warning: a job of one node imports this file too, and needs none of them.
-_found: list[Any] = [torch_private.look_up(name) for name in _NAMES]
+_found: list[Any] = [
+    torch_private.look_up(path)
+    for path in (
+        f"{_MODULE}._Action",
+        _HOLDER,
+        _EXECUTOR,
+        f"{_MODULE}._remove_participant_epilogue",
+    )
+]
 _Action, _StateHolder, _OpExecutor, _remove_epilogue = _found
 
 # All nodes write their heartbeats under one key, so many nodes must write less often.
@@ -87,6 +90,7 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         super().__init__(backend, settings)
         self.dead: set[Any] = set()
         self.clock_offsets_s: dict[Any, float] = {}
+        self._options = settings
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
@@ -98,13 +102,14 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
 
     def sync_now(self) -> None:
         """Read the state again, however new it is."""
-        self._last_sync_time = -1
+        torch_private.set_attribute(f"{_HOLDER}._last_sync_time", self, -1)
         self.sync()
 
     def _sanitize(self) -> None:
         """Remove dead nodes from the state; torch's method compares the clocks of hosts."""
         now = time.monotonic()
-        beats = self._state.last_heartbeats
+        state = self.state
+        beats = state.last_heartbeats
         # After a pause of this process no node is called dead: the others may have paused too.
         paused = now - self._looked_at > self._window_s / 2
         self._looked_at = now
@@ -117,15 +122,14 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
                 last = (beat, now)
             self._seen[node] = last
         dead = [node for node, (_, at) in self._seen.items() if now - at > self._window_s]
-        self._dead_nodes = dead
         self.dead = (self.dead - beats.keys()) | set(dead)
         for node in dead:
             del beats[node]
-            self._state.participants.pop(node, None)
-            self._state.wait_list.discard(node)
-            self._state.redundancy_list.discard(node)
+            state.participants.pop(node, None)
+            state.wait_list.discard(node)
+            state.redundancy_list.discard(node)
         if dead:
-            _remove_epilogue(self._state, self._settings)
+            _remove_epilogue(state, self._options)
 
 
 class _Executor(_OpExecutor or object):  # type: ignore[misc]
@@ -134,12 +138,14 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
     survivors: Callable[[], set[Any]]
     in_order: Callable[[Sequence[Any]], list[Any]]
     waiting: Callable[[Any], None]
+    holder: StateHolder
 
     _record = StateHolder._record
 
     def _mark_rendezvous_complete(self) -> None:
-        super()._mark_rendezvous_complete()
-        participants = self._state.participants
+        mark: Any = torch_private.find(f"{_EXECUTOR}._mark_rendezvous_complete")
+        mark(self)
+        participants = self.holder.state.participants
         for number, node in enumerate(self.in_order(list(participants))):
             participants[node] = number
 
@@ -160,10 +166,9 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
                 self.waiting(context.state)
                 time.sleep(pause_s * max(1, context.settings.max_nodes / _NODES_OF_A_POLL))
                 pause_s = min(2 * pause_s, _POLL_S)
-                holder = self._state_holder
-                assert isinstance(holder, StateHolder)
-                holder.sync_now()
-                self._state = context.state = holder.state
+                self.holder.sync_now()
+                context.state = self.holder.state
+                torch_private.set_attribute(f"{_EXECUTOR}._state", self, context.state)
 
         super().run(handler, deadline, update_deadline)
 
@@ -211,14 +216,17 @@ class NodeRendezvous(DynamicRendezvousHandler):
         local_addr: str | None,
         options: NodeOptions,
     ) -> None:
-        node = self._node_desc_generator.generate(local_addr)
+        generator: Any = torch_private.find(f"{_HANDLER}._node_desc_generator")
+        self._node = node = generator.generate(local_addr)
         self._holder = StateHolder(backend, settings)
         super().__init__(node, settings, backend.name, store, self._holder)
         executor = _Executor(node, self._holder, settings)
+        executor.holder = self._holder
         executor.survivors = lambda: self._met - self._holder.dead
         executor.in_order = lambda nodes: order(nodes, self._table.of(nodes))
         executor.waiting = self._report_waiting
-        self._op_executor = executor
+        torch_private.set_attribute(f"{_HANDLER}._op_executor", self, executor)
+        self._lock: Any = torch_private.attribute(f"{_HANDLER}._heartbeat_lock", self)
         self._rendezvous_store = store
         self._options = options
         self._met: set[Any] = set()
@@ -247,12 +255,12 @@ class NodeRendezvous(DynamicRendezvousHandler):
             return
         self._next_report = now + REPORT_S
         nodes = order(list(state.participants), self._table.of(list(state.participants)))
-        low, high = self._settings.min_nodes, self._settings.max_nodes
+        low, high = self.settings.min_nodes, self.settings.max_nodes
         here, missing = describe(self._table.of(nodes), len(nodes), high, low)
-        if self._this_node in state.redundancy_list:
+        if self._node in state.redundancy_list:
             here = f"{here}, and no more may take part"
             missing = "this node waits until one leaves. If they are another job, give this one another port"
-        elif self._this_node in state.wait_list:
+        elif self._node in state.wait_list:
             missing = "this node joins at their next restart"
         text = f"still waiting: {here}; {missing}"
         if refused := self._table.refused():
@@ -274,11 +282,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch. Collective: one agent of each node."""
-        self._bootstrap_store_info = None
-        self._shared_tcp_store_server = None
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            torch_private.set_attribute(f"{_HANDLER}.{name}", self, None)
         self._next_report = time.monotonic() + FIRST_REPORT_S
-        if self._settings.max_nodes > _MANY_NODES and self.round == 0:
-            time.sleep(random.uniform(0, self._settings.max_nodes * _JOIN_S_PER_NODE))
+        if self.settings.max_nodes > _MANY_NODES and self.round == 0:
+            time.sleep(random.uniform(0, self.settings.max_nodes * _JOIN_S_PER_NODE))
         info = super().next_rendezvous()
         self._met = set(self._holder.state.participants)
         self._refuse_equal_numbers()
@@ -309,7 +317,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def wrong_clocks(self) -> list[str]:
         """A sentence for each node whose clock differs from this one's by more than a minute."""
-        with self._heartbeat_lock:
+        with self._lock:
             offsets = dict(self._holder.clock_offsets_s)
         facts = self._table.of(list(offsets))
         return [
@@ -321,7 +329,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def node_waits(self) -> bool:
         """Whether a node waits to join, by the newest state."""
-        with self._heartbeat_lock:
+        with self._lock:
             self._holder.sync_now()
             return bool(self._holder.state.wait_list)
 
@@ -333,7 +341,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def is_excluded(self) -> bool:
         """Whether the others continued without this node, because it did not respond."""
-        return self._this_node not in self._holder.state.participants
+        return self._node not in self._holder.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         if self._options.ports is None:
@@ -362,7 +370,7 @@ def rendezvous_of_nodes(
     if options is None or parameters.backend != "c10d" or not is_tcp or not _available():
         return torch_registry.get_rendezvous_handler(parameters)
     # `next_rendezvous` spreads many nodes over a time that depends on their number.
-    torch_private.wrap(f"{_MODULE}._delay", lambda delay: lambda seconds: None)
+    torch_private.wrap(_OPTIONAL, lambda delay: lambda seconds: None)
     timeouts = {
         name: timedelta(seconds=seconds)
         for name in ("join", "last_call", "close", "heartbeat")
@@ -398,8 +406,9 @@ def _address(route: Route | None) -> str | None:
 
 
 def _available() -> bool:
-    """Whether the installed torch has what this file needs; a missing name gives one warning."""
-    return None not in [torch_private.find(name) for name in _NAMES]
+    """Whether the installed torch has what this file needs; the first missing name gives one warning."""
+    paths = [n.path for n in torch_private.NAMES if n.path.startswith(f"{_MODULE}.")]
+    return all(torch_private.has(path) for path in paths if path != _OPTIONAL)
 
 
 def _positive(parameters: RendezvousParameters, key: str, default: int) -> int:

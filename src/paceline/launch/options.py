@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,15 @@ class LaunchOptions:
             return {"command": words}
         kind = "module" if self.args.module and not self.args.run_path else "script"
         return {"argv": words, kind: script}
+
+    @property
+    def command(self) -> list[str]:
+        """What torch's own agent runs for each rank, before it replaces ${local_rank}."""
+        script = [self.args.training_script, *self.args.training_script_args]
+        if not self.is_python:
+            return script
+        as_module = self.args.module and not self.args.run_path
+        return [sys.executable, "-u", *(["-m"] if as_module else []), *script]
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""

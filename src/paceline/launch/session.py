@@ -15,6 +15,7 @@ import torch
 from torch.distributed import DistError
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -28,7 +29,7 @@ from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch import signals
-from paceline.launch.agent import Agent
+from paceline.launch.agent import Agent, is_available
 from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
 from paceline.launch.node_facts import NodeFacts, facts_of_this_node
 from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
@@ -117,6 +118,8 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
         spec = _spec(options, rendezvous)
+        if not is_available():
+            return _run_agent_of_torch(spec, options, local_ranks, received_signals)
         agent = Agent(spec, options, local_ranks, received_signals, threads)
         return _run_agent(agent, options, local_ranks, rendezvous)
 
@@ -156,6 +159,30 @@ def _run_agent(
             local_ranks.say(f"paceline: {agent.step_profile.report(os.getcwd())}\n")
         if not stay_open:
             rendezvous.shutdown()
+
+
+def _run_agent_of_torch(
+    spec: WorkerSpec, options: LaunchOptions, local_ranks: LocalRanks, received: signals.Signals
+) -> int:
+    """Run the job as torchrun does, because this torch lacks a name that `Agent` needs."""
+    local_ranks.end()
+    logs = options.config.logs_specs
+    assert logs is not None
+    agent = LocalElasticAgent(spec, logs)
+    try:
+        with received.interruptible():
+            result = agent.run()
+    except SignalException as error:
+        return 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        return _rendezvous_failed(local_ranks, options, error)
+    finally:
+        spec.rdzv_handler.shutdown()
+    if result is None or not result.is_failed():
+        return ExitCode.OK
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp, default=None)
+    code = 1 if first is None else first.exitcode
+    return code if code > 0 else 128 - code
 
 
 def _preempted(local_ranks: LocalRanks) -> int:
@@ -244,11 +271,13 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
 
 def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     config = options.config
+    entrypoint, *arguments = options.command
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         rdzv_handler=rendezvous,
-        entrypoint=options.args.training_script,
+        entrypoint=entrypoint,
+        args=tuple(arguments),
         max_restarts=config.max_restarts,
         monitor_interval=_LOOP_S,
         local_addr=config.local_addr,
