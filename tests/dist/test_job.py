@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ from paceline.errors import (
 from paceline.job import collectives
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.environment import RankInfo
+from paceline.job.failures import ExceptHook
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
 
@@ -147,6 +149,39 @@ def test_an_error_that_leaves_the_block_can_be_caught_and_still_reaches_the_othe
     for outcome in outcomes[:2]:
         assert outcome.value.startswith("PeerFailed: rank 2 failed first")
     assert outcomes[2].value.startswith("InjectedFault")
+
+
+def _fails_and_joins_again(job: Any) -> dict[str, Any]:
+    first, hook = job.peers, sys.excepthook
+    assert isinstance(hook, ExceptHook)
+    with contextlib.suppress(ZeroDivisionError), job:
+        raise ZeroDivisionError
+    shown: list[str] = []
+    hook.previous = lambda kind, *rest: shown.append(kind.__name__)
+    released = hook.peers is None
+    sys.excepthook(KeyError, KeyError("of the program"), None)  # as at the top of the program
+    with paceline.join() as again:
+        total = collectives.sum_numbers(again, [1.0])
+        peers = again.peers
+        return {
+            "released": released,
+            "shown": shown,
+            "total": total,
+            "has new peers": peers is not first and hook.peers is peers,
+            "knows the old failure": peers is None or peers.failure() is not None,
+        }
+
+
+def test_after_a_caught_error_other_errors_end_no_process_and_the_next_join_has_new_peers() -> None:
+    assert [outcome.value for outcome in run_failing_ranks(_fails_and_joins_again, nproc=2)] == [
+        {
+            "released": True,
+            "shown": ["KeyError"],
+            "total": [2.0],
+            "has new peers": True,
+            "knows the old failure": False,
+        }
+    ] * 2
 
 
 def test_a_killed_rank_is_named_by_the_parent() -> None:
