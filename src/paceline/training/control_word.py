@@ -104,6 +104,32 @@ class _SentWord:
     size: int
 
 
+class _Exchange:
+    """How words are summed over the ranks of a job: at once, when they are read, or in the background.
+
+    Attributes:
+        at_once: Whether a word is read as soon as it is sent: the ranks share memory, or there is one rank.
+        words_per_s: About how many words are sent in a second.
+    """
+
+    def __init__(self, job: Job) -> None:
+        shared = isinstance(job.group, ShmGroup)
+        self._group = job.group if shared else job.control
+        self.at_once = self._group is None or shared
+        self.words_per_s = _WORDS_PER_S_IN_MEMORY if shared else _WORDS_PER_S
+
+    def start(self, word: torch.Tensor) -> dist.Work | None:
+        """Begin to sum a word in place; None if `finish` does it all."""
+        return None if self.at_once else dist.all_reduce(word, group=self._group, async_op=True)
+
+    def finish(self, word: torch.Tensor, work: dist.Work | None) -> None:
+        """Sum a word in place, or wait until that is done."""
+        if work is not None:
+            work.wait()
+        elif self._group is not None:
+            dist.all_reduce(word, group=self._group)
+
+
 class Control:
     """Collects the values of this rank, and exchanges them.
 
@@ -112,7 +138,6 @@ class Control:
         agreed: The requests that all ranks know of and have not carried out yet, equal on all ranks. They
             come from words, and from calls that all ranks make in the same step.
         own_times: Returns the row of this rank for a word with times.
-        in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
     All ranks call `end_step` after every step, with equal `step` and `now`; `loss` and `count` are this
     rank's.
@@ -120,7 +145,7 @@ class Control:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.in_memory = isinstance(job.group, ShmGroup)
+        self._exchange = _Exchange(job)
         self.own, self.agreed = Requests(), Requests()
         self.own_times: Callable[[], list[float]] = list
         self._losses: list[torch.Tensor | None] = []
@@ -164,7 +189,7 @@ class Control:
             return []
         words = self._read()
         self._send(step)
-        if now or alone or self.in_memory:
+        if now or self._exchange.at_once:
             words += self._read()
         return words
 
@@ -196,10 +221,7 @@ class Control:
         word = torch.tensor(
             [elapsed / max(size, 1), *requests, *sums, *counts, *bits, *rows], dtype=torch.float64
         )
-        work: dist.Work | None = None
-        if self._job.control is not None and not self.in_memory:
-            work = dist.all_reduce(word, group=self._job.control, async_op=True)
-        self._in_flight = _SentWord(work, word, self._first, size)
+        self._in_flight = _SentWord(self._exchange.start(word), word, self._first, size)
         self._begin_word(step)
 
     def _read(self) -> list[Word]:
@@ -208,10 +230,7 @@ class Control:
             return []
         first, size = sent.first, sent.size
         try:
-            if self.in_memory:
-                dist.all_reduce(sent.numbers, group=self._job.group)
-            elif sent.work is not None:
-                sent.work.wait()
+            self._exchange.finish(sent.numbers, sent.work)
         except RuntimeError as error:
             self._job.reraise(error)
         numbers = sent.numbers.tolist()
@@ -224,9 +243,8 @@ class Control:
             if not math.isfinite(total):
                 raise _non_finite(first + i, total, int(bits[i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
-        per_s = _WORDS_PER_S_IN_MEMORY if self.in_memory else _WORDS_PER_S
         if size:  # else it was sent at once after another word
-            steps = round(1 / (per_s * max(step_s, 1e-6)))
+            steps = round(1 / (self._exchange.words_per_s * max(step_s, 1e-6)))
             self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
         requests = Requests.unpack(numbers[1:_HEAD])
