@@ -222,7 +222,7 @@ def _mpi(
     )
 
 
-def _slurm(environ: Mapping[str, str], step: slurm.Step) -> RankInfo:
+def _slurm(environ: Mapping[str, str], step: slurm.SlurmStep) -> RankInfo:
     master = _named_master(environ)
     if master is None and len(step.tasks) > 1:
         master = step.endpoint

@@ -52,7 +52,7 @@ TRUTH_TABLE: Mapping[Situation, tuple[Meaning, Meaning]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SlurmStep:
     """The place of a task in its step.
 
     Attributes:
@@ -100,7 +100,7 @@ def _is_typed(environ: Mapping[str, str]) -> bool:
     return is_first and environ.get("SLURM_TASK_PID") != str(os.getpid())
 
 
-def read_node(environ: Mapping[str, str]) -> Step | None:
+def read_node(environ: Mapping[str, str]) -> SlurmStep | None:
     """The place of a launcher; None if it is no task of a step, so that its job has one node.
 
     Raises:
@@ -126,7 +126,7 @@ def read_node(environ: Mapping[str, str]) -> Step | None:
     return _step(environ) if meaning is Meaning.NODE else None
 
 
-def read_rank(environ: Mapping[str, str]) -> Step | None:
+def read_rank(environ: Mapping[str, str]) -> SlurmStep | None:
     """The place of a script that srun has started; None if it is no task of a step.
 
     Raises:
@@ -181,7 +181,7 @@ def _expand_name(name: str) -> Iterator[str]:
                 yield f"{head}{number:0{len(low)}d}{end}"
 
 
-def _step(environ: Mapping[str, str]) -> Step:
+def _step(environ: Mapping[str, str]) -> SlurmStep:
     tasks = _tasks(environ)
     size, node_rank = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NODEID", 0)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", len(tasks))
@@ -207,7 +207,7 @@ def _step(environ: Mapping[str, str]) -> Step:
                 variables=["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"],
             )
     low, high = PORTS
-    return Step(
+    return SlurmStep(
         tasks=tasks,
         node_rank=node_rank,
         rank=_number(environ, "SLURM_PROCID"),
