@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 # What the demo needs, without the tools for development.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
-	@$(PIP) -e '.[examples,report]'
+	@$(PIP) -e '.[examples]'
 	@touch $@
 
 $(BIN)/python:
