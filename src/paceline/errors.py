@@ -40,6 +40,15 @@ from typing import Any, ClassVar
 from paceline.exit_codes import ExitCode
 
 
+def render(what: str, *, where: str = "", why: str = "", fix: str = "") -> str:
+    """The four parts of an error or a note, as described above."""
+    lines = [what]
+    for label, text in (("where:", where), ("why:", why), ("fix:", fix)):
+        if text:
+            lines.append(f"  {label:<6} {text}")
+    return "\n".join(lines)
+
+
 class PacelineError(Exception):
     """Base of all errors of Paceline. Facts that a caller may test on are attributes.
 
@@ -72,11 +81,7 @@ class PacelineError(Exception):
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __str__(self) -> str:
-        lines = [self.what]
-        for label, text in (("where:", self.where), ("why:", self.why), ("fix:", self.fix)):
-            if text:
-                lines.append(f"  {label:<6} {text}")
-        return "\n".join(lines)
+        return render(self.what, where=self.where, why=self.why, fix=self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {"where": self.where, "why": self.why, "fix": self.fix, "facts": self.facts}

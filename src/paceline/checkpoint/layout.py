@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint.manifest import ITEM_BYTES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
-from paceline.job import collectives
+from paceline.job import collectives, store_exchange
 from paceline.job.job import Job
 
 # Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
@@ -162,13 +162,12 @@ def _assigned_by_rank0(
         Shapes, on rank 0 alone, which writes the manifest; the indices of the rows that this rank writes.
     """
     stem = f"layout/{store.add(f'layout/{job.rank}', 1)}"
-    store.set(f"{stem}/{job.rank}", json.dumps(rows))
+    keys = store_exchange.post(store, stem, rows, job.rank, job.world_size)
     collectives.gather_tensor(job, torch.zeros(1))  # from here on all ranks have sent theirs
     shapes: dict[str, Shape] = {}
 
     def assign() -> dict[str, str] | None:
-        keys = [f"{stem}/{rank}" for rank in range(job.world_size)]
-        held = [json.loads(store.get(key)) for key in keys]
+        held = store_exchange.read(store, keys)
         for key in keys:
             store.delete_key(key)
         try:

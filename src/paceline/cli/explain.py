@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.command_line import CommandParser, nearest_file
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, render
 from paceline.exit_codes import ExitCode
 from paceline.explain.facts import facts
 from paceline.explain.reading import KINDS, Found, Reading, causes, read
@@ -82,9 +82,11 @@ def _as_text(name: str, reading: Reading) -> str:
             parts += unknown
     if not reading.found and not reading.reports:
         parts.append(
-            f"No known message in {name} ({reading.lines} lines).\n"
-            "  fix:   to ask for help, send the first error of the rank that failed first with the 50\n"
-            "         lines before it, the command line, and the output of `paceline doctor --json`."
+            render(
+                f"No known message in {name} ({reading.lines} lines).",
+                fix="to ask for help, send the first error of the rank that failed first with the 50\n"
+                "         lines before it, the command line, and the output of `paceline doctor --json`.",
+            )
         )
     return "\n\n".join(parts)
 

@@ -16,7 +16,7 @@ from paceline.command_line import (
     not_negative_count,
     positive_count,
 )
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, render
 from paceline.exit_codes import ExitCode
 from paceline.schedulers.request import (
     JobFiles,
@@ -83,11 +83,9 @@ def _save(job: JobFiles, args: argparse.Namespace) -> int:
         for name, text in job.files.items():
             file = folder / name
             if file.exists() and file.read_bytes() != text.encode() and not args.force:
-                print(
-                    f"paceline job {args.scheduler}: {file} exists with another content.\n"
-                    "  fix:   give --force to overwrite it, or another --output.",
-                    file=sys.stderr,
-                )
+                what = f"paceline job {args.scheduler}: {file} exists with another content."
+                fix = "give --force to overwrite it, or another --output."
+                print(render(what, fix=fix), file=sys.stderr)
                 return ExitCode.CANNOT_CREATE
         for name, text in job.files.items():
             (folder / name).write_bytes(text.encode())

@@ -17,7 +17,14 @@ import torch
 import paceline
 from paceline.job.environment import FIREWALL_PORTS, RankInfo
 from paceline.job.network import addresses_of
-from paceline.machine import network_interfaces, owner_of_port, read_memory, read_text, usable_cores
+from paceline.machine import (
+    ephemeral_ports,
+    network_interfaces,
+    owner_of_port,
+    read_memory,
+    read_text,
+    usable_cores,
+)
 
 Facts = dict[str, Any]
 
@@ -56,9 +63,7 @@ def gather(info: RankInfo, folder: Path | None) -> Facts:
             "interfaces": network_interfaces(),
             "addresses": addresses_of(socket.gethostname()),
             "port_owner": owner_of_port(FIREWALL_PORTS[0]),
-            "ephemeral_ports": [
-                int(n) for n in read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-            ],
+            "ephemeral_ports": list(ephemeral_ports() or ()),
             "folder": _folder(folder) if folder is not None else None,
         }
     return facts

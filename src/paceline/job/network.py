@@ -12,9 +12,8 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from paceline.machine import network_interfaces, read_text
+from paceline.machine import ephemeral_ports, network_interfaces
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -118,10 +117,10 @@ def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, s
 
 def ports_outside(ports: tuple[int, int]) -> list[str]:
     """A note if the kernel gives Gloo and NCCL ports that are outside of these, from first to last."""
-    text = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    if len(text) != 2 or (ports[0] <= int(text[0]) and int(text[1]) <= ports[1]):
+    chosen = ephemeral_ports()
+    if chosen is None or (ports[0] <= chosen[0] and chosen[1] <= ports[1]):
         return []
     return [
-        f"Gloo and NCCL listen on ports that the kernel chooses, {text[0]}-{text[1]}: open these too, or on "
-        f"all nodes run `sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[1]}'`"
+        f"Gloo and NCCL listen on ports that the kernel chooses, {chosen[0]}-{chosen[1]}: open these too, or "
+        f"on all nodes run `sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[1]}'`"
     ]

@@ -21,7 +21,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ranks, rank_location
+from paceline.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    PeerFailed,
+    name_ranks,
+    rank_location,
+    render,
+)
 from paceline.job.environment import RankInfo
 from paceline.job.store_server import (
     LOOPBACK,
@@ -107,9 +114,8 @@ def _serve(host: str, port: int, timeout: timedelta) -> dist.Store:
 def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Store:
     def say(reason: str, fix: str) -> None:
         if info.local_rank == 0:
-            logger.warning(
-                "still waiting for rank 0 at %s:%d: %s.\n  fix:   %s", host, port, reason, fix
-            )
+            what = f"still waiting for rank 0 at {host}:{port}: {reason}."
+            logger.warning("%s", render(what, fix=fix))
 
     failure = wait_served(host, port, timeout_s, say)
     if failure is not None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from paceline.errors import LaunchFailed
+from paceline.errors import LaunchFailed, render
 from paceline.job.network import Route, is_loopback, owns
 from paceline.job.store_server import cannot_listen, listen, listen_for, store_on, wait_served
 from paceline.machine import mtu_of
@@ -77,7 +77,7 @@ def meet_at(
         endpoint.port,
         timeout_s,
         lambda reason, fix: say(
-            f"still waiting for the rendezvous at {endpoint}: {reason}\n  fix:   {fix}"
+            render(f"still waiting for the rendezvous at {endpoint}: {reason}", fix=fix)
         ),
     )
     if failure is not None:

@@ -9,11 +9,11 @@ import math
 import multiprocessing
 import os
 import time
-from pathlib import Path
 
 import torch
 
 from paceline import log
+from paceline.machine import core_delay_s
 
 GPU_BUSY, GPU_MEMORY = "gpu_busy_percent", "gpu_memory_gb"  # names of values
 _GPU_INTERVAL_S = 1.0  # between two questions to NVML, which take up to some milliseconds
@@ -29,7 +29,7 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began, self._cpu_s = time.perf_counter(), time.process_time()
-        self._delay_s = _delay_s(os.getpid())
+        self._delay_s = core_delay_s(os.getpid())
         self._workers_s: dict[int, float] = {}  # by process id
         self._gpu: dict[str, float] = {}
         self._gpu_asked_at = -math.inf
@@ -45,7 +45,7 @@ class Usage:
         now, cpu_s = time.perf_counter(), time.process_time()
         passed_s = max(now - self._began, 1e-9)
         own = (cpu_s - self._cpu_s) / passed_s
-        delay_s = _delay_s(os.getpid())
+        delay_s = core_delay_s(os.getpid())
         cores = own + (delay_s - self._delay_s + self._measure_workers()) / passed_s
         self._began, self._cpu_s, self._delay_s = now, cpu_s, delay_s
         if self._device.type == "cuda":
@@ -74,16 +74,8 @@ class Usage:
         for pid in children:
             with contextlib.suppress(psutil.Error):  # it has ended in the meantime
                 used = psutil.Process(pid).cpu_times()
-                self._workers_s[pid] = used.user + used.system + _delay_s(pid)
+                self._workers_s[pid] = used.user + used.system + core_delay_s(pid)
         return sum(used_s - before.get(pid, 0.0) for pid, used_s in self._workers_s.items())
-
-
-def _delay_s(pid: int) -> float:
-    """Seconds that the main thread of a process was ready to run without a free core; 0 if unknown."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.machine import cgroup_folders, read_text, stat_fields
+from paceline.machine import cgroup_folders, core_delay_s, read_text, stat_fields
 from paceline.watch.probe import NAME
 from paceline.watch.rank_state import HELD_S, read_beat, read_dump, read_place, read_stack
 
@@ -71,15 +71,12 @@ def sample_host(pids: Sequence[int]) -> HostSample:
             names[process.pid] = process.info["name"]
             cpu_s[process.pid] = times.user + times.system
     children = read_children()
-    delays = {pid: read_text(Path(f"/proc/{pid}/schedstat")).split() for pid in pids}
     return HostSample(
         time_s=time.monotonic(),
         names=names,
         cpu_s=cpu_s,
         job=frozenset(pids).union(*(descendants(pid, children) for pid in pids)),
-        delay_s={
-            pid: int(words[1]) / 1e9 if len(words) > 1 else 0.0 for pid, words in delays.items()
-        },
+        delay_s={pid: core_delay_s(pid) for pid in pids},
         faults={pid: int(fields[9]) for pid in pids if (fields := stat_fields(f"/proc/{pid}"))},
         throttled_s=_throttled_s(),
     )
