@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.parallel.loss_graph import discard_gradients
 from paceline.training.weight import (
     _is_mean,
     as_sum,
     check_count,
-    discard_gradients,
     has_no_gradient,
     reported_count,
 )

@@ -36,7 +36,7 @@ def meet_at_port(name: str, value: str) -> None:
         )
 
 
-def run_spawned(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call the target of a spawned process, which may set a port too."""
+def run_spawned(run: Callable[[], Any]) -> Any:
+    """Call `run` of a spawned process, which may set a port too."""
     watch(meet_at_port)
-    return function(*args, **options)
+    return run()

@@ -34,6 +34,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -472,9 +473,10 @@ def _watch_spawned_processes() -> None:
 
     @functools.wraps(start)
     def start_watched(process: Any) -> None:
-        method = process._start_method or multiprocessing.get_start_method()
-        if method != "fork" and process._target is not None and _is_importable():
-            process._target = functools.partial(_variables.run_spawned, process._target)
+        is_default = isinstance(process, multiprocessing.Process)
+        method = multiprocessing.get_start_method() if is_default else ""
+        if method != "fork" and not isinstance(process, ForkProcess) and _is_importable():
+            process.run = functools.partial(_variables.run_spawned, process.run)
         start(process)
 
     kind: Any = BaseProcess

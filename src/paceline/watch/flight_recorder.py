@@ -18,6 +18,8 @@ _ENTRIES = 64  # latest entries that are reported, besides those that are not ov
 _DUMP_NCCL = "torch._C._distributed_c10d._dump_nccl_trace"  # only in builds of torch with NCCL
 _DUMP = "torch._C._distributed_c10d._dump_fr_trace"
 _WORLD = "torch.distributed.distributed_c10d._world"
+# Exists only when torch.distributed is imported to its end, which can take long on a slow disk.
+_LAST = "torch.distributed.destroy_process_group"
 # How the description of a group of a device mesh begins; the name of the axis follows.
 _OF_MESH = "mesh_"
 _KEYS = (
@@ -63,9 +65,7 @@ def table() -> dict[str, Any]:
         },
         "entered": {name: queue.entered for name, queue in _our_queues()},
         "missing": [
-            path
-            for path in (_DUMP, _WORLD)
-            if _is_imported("torch.distributed") and _loaded(path) is None
+            path for path in (_DUMP, _WORLD) if _loaded(_LAST) is not None and _loaded(path) is None
         ],
     }
 
@@ -103,12 +103,6 @@ def _loaded(path: str) -> Any:
     """An attribute of a module; None if the module is not loaded or lacks it."""
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, None)
-
-
-def _is_imported(module: str) -> bool:
-    """Whether a module is imported to its end. On a slow disk the import of torch can take long."""
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _group_names() -> dict[Any, str]:
