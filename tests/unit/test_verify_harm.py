@@ -22,6 +22,7 @@ from paceline.audit.events import (
     DDPBuilt,
     Evaluated,
     Event,
+    ForwardBegun,
     ForwardEnded,
     LoaderSeen,
     NumberRead,
@@ -31,6 +32,7 @@ from paceline.audit.events import (
     PassEndedByVerify,
     PassExhausted,
     RankStarted,
+    SamplesLoaded,
     ScalerStepped,
     ScheduleStepped,
     TrainingBuilt,
@@ -282,6 +284,52 @@ def test_equal_noise_of_two_ranks_of_which_none_is_rank_0() -> None:
     judged = same_noise(case(_noisy(0), _noisy(1), _noisy(1)))
     assert isinstance(judged, FaultFound)
     assert list(judged.ranks) == [1, 2]
+
+
+def _trains_a_baseline_first(rank: int, *, exchanges: bool) -> list[Event]:
+    """Trains model 0 on a loader that all ranks read alike, then model 1 on the rank's own part of it."""
+    events: list[Event] = []
+    for number, loader in enumerate(("alike", "own")):
+        events += [
+            LoaderSeen(loader=loader, samples=12, root_samples=12, batches=6, batch_size=2),
+            PassBegun(loader=loader),
+        ]
+        for step in range(6):
+            rows = [2 * step, 2 * step + 1] if number == 0 else [2 * step + rank, 99]
+            forward = ForwardEnded(
+                trains=True,
+                model=number,
+                rows=rows,
+                sync=True if number or exchanges else None,
+                random={"torch": 10 * number + step + rank * number},
+                drew=["torch"],
+            )
+            events += [
+                BatchGiven(loader=loader, ids=rows),
+                ForwardBegun(),
+                forward,
+                BackwardBegun(),
+                OptimizerStepBegun(step=6 * number + step + 1),
+                OptimizerStepEnded(step=6 * number + step + 1),
+            ]
+    return events
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
+    logs = []
+    for rank in range(2):
+        events = _trains_a_baseline_first(rank, exchanges=exchanges)
+        fetches = [
+            SamplesLoaded(loader=e.loader, ids=e.ids, contents=e.ids or [], labels=e.ids or [])
+            for e in events
+            if isinstance(e, BatchGiven)
+        ]
+        logs.append(RankLog(rank, events, fetches))
+    ordinary = Run(RunPlan(Path("x"), "ordinary", 2, 20), logs, 0)
+    for rule in (whole_dataset, same_noise):
+        judged = rule(Case(ordinary, ordinary))
+        assert isinstance(judged, FaultFound) == exchanges, judged
 
 
 @pytest.mark.parametrize(("draws", "found"), [(0, FaultFound), (40, NotJudged)])

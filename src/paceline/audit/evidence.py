@@ -110,6 +110,15 @@ class Update:
     calls: list[UpdateCall] = field(default_factory=list)
 
 
+@dataclass
+class Together:
+    """What a rank trains together with others: they exchange its gradients, or parts of the model."""
+
+    models: set[int] = field(default_factory=set)
+    loaders: list[str] = field(default_factory=list)
+    is_any: bool = False  # whether there is anything, also without a torch.nn.Module or a loader
+
+
 @dataclass(frozen=True)
 class RankLog:
     """The events of one rank, in order."""
@@ -286,6 +295,43 @@ class RankLog:
             elif isinstance(event, BackwardBegun):
                 found.on_backward()
         return list(found.names)
+
+    @cached_property
+    def together(self) -> Together:
+        """What is trained in shards, or in steps with a forward of a DDP or a collective after a backward.
+
+        A script may also train a model on each rank alone, such as one to compare with.
+        """
+        is_sharded = bool(self.layouts)
+        found, loaders = Together(is_any=is_sharded), TrainingLoaders()
+        steps: list[list[Event]] = [[]]
+        for event in self.events:
+            steps[-1].append(event)
+            if isinstance(event, OptimizerStepBegun):
+                steps.append([])
+        for events in steps:
+            forwards = [e for e in events if isinstance(e, ForwardEnded) and e.trains]
+            calls = [e for e in events if isinstance(e, BackwardBegun | CollectiveBegun)]
+            is_exchanged = (
+                is_sharded
+                or any(event.sync is not None for event in forwards)
+                or any(
+                    isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
+                    for a, b in pairwise(calls)
+                )
+            )
+            for event in events:
+                if isinstance(event, BatchGiven):
+                    loaders.on_batch(event.loader)
+                elif isinstance(event, ForwardBegun):
+                    loaders.on_forward()
+                elif isinstance(event, BackwardBegun) and is_exchanged:
+                    loaders.on_backward()
+            if is_exchanged:
+                found.is_any = True
+                found.models.update(event.model for event in forwards)
+        found.loaders = list(loaders.names)
+        return found
 
 
 @dataclass(frozen=True)

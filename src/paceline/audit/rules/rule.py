@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from paceline.audit.events import (
-    BackwardBegun,
-    CollectiveBegun,
     DDPBuilt,
-    Event,
     OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
@@ -58,16 +54,7 @@ class Case:
     @property
     def trains_together(self) -> bool:
         """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
-        log = self.ranks[0]
-        events: list[Event] = log.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
-        return (
-            bool(log.layouts)
-            or any(event.sync is not None for event in log.training_forwards)
-            or any(
-                isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
-                for a, b in pairwise(events)
-            )
-        )
+        return self.ranks[0].together.is_any
 
     @property
     def splits_model(self) -> bool:

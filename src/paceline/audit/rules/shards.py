@@ -50,7 +50,10 @@ def overlapping_shards(case: Case) -> Judgement:
 def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
     """The judgement of the loaders that give shards, or of the others; None without a loader of all ranks."""
     figures = []
-    for name in case.ranks[0].training_loaders:
+    names = case.ranks[0].training_loaders
+    if case.trains_together:  # else all of them
+        names = case.ranks[0].together.loaders
+    for name in names:
         if all(name in log.loaders for log in case.ranks):
             shards, judgement = _judge_loader(case, name)
             if isinstance(judgement, NoFault):
@@ -319,8 +322,13 @@ def _known_by_few_labels(read: list[Any]) -> bool:
 
 def _inputs_of_models(case: Case) -> Judgement:
     """Where the loading of samples is not known: compare the rows that the models were given."""
+    models = case.ranks[0].together.models
     rows = [
-        [e.rows for e in log.training_forwards if e.rows is not None and not e.shared]
+        [
+            e.rows
+            for e in log.training_forwards
+            if e.rows is not None and not e.shared and (e.model in models or not models)
+        ]
         for log in case.ranks
     ]
     count = min(map(len, rows))
