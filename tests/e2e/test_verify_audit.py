@@ -54,6 +54,7 @@ RULES = {
     "83": "gradient N times too large or small",
     "84": "weights drift apart",
     "85": "no shards",
+    "86": "weights drift apart",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -539,13 +539,33 @@ def test_a_model_that_is_not_used_in_each_step(
         assert outside.evidence.startswith(
             "equal on all ranks after step 6, different before step 11"
         )
-        assert "the line is that of the next forward" in outside.evidence
+        assert "the line is that of the next forward or step" in outside.evidence
     drift = judged["weights drift apart"] if not faults else None
     if found is None or found in faults:
         assert faults == [found] * bool(found)
     else:
         assert isinstance(drift, NotJudged)
         assert found in drift.why
+
+
+def _learns_a_temperature(own: list[int]) -> list[Event]:
+    """A rank that trains a shared model, and a parameter that no forward shows."""
+    events: list[Event] = [DDPBuilt(ranks=2)]
+    for number, value in enumerate(own, 1):
+        others = {"t": own[number - 2]} if number > 1 else {}
+        grads = {"w": 5, "t": value}
+        events += [
+            ForwardEnded(trains=True, sync=True, steps_done=number - 1, params={"w": number}),
+            BackwardBegun(steps_done=number - 1),
+            OptimizerStepBegun(step=number, at="t.py:8", grads=grads, lrs=[0.1], others=others),
+            OptimizerStepEnded(step=number, params={"w": number + 1, "t": value}),
+        ]
+    return events
+
+
+@pytest.mark.parametrize(("own", "found"), [([1, 2, 3], []), ([1, 12, 13], ["weights drift apart"])])
+def test_a_parameter_that_no_forward_shows(own: list[int], found: list[str]) -> None:
+    assert _faults(_learns_a_temperature([1, 2, 3]), _learns_a_temperature(own)) == found
 
 
 def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -81,3 +82,12 @@ def test_only_trained_parameters_that_ddp_does_not_know_are_reported() -> None:
     reported = [e for e in events if isinstance(e, NotReduced)]
     assert [e.name for e in reported] == ["model 1: 1.weight", "model 1: 1.bias"]
     assert {e.steps_done for e in reported} == {1}
+
+
+def test_parameters_of_no_called_model_have_names_of_their_own() -> None:
+    models = Models(cast(Any, SimpleNamespace(write=lambda event: None)))
+    one, other = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    names = [models.name_of(each) for each in (one, other, one)]
+    assert names == ["a parameter of shape [3]", "a parameter of shape [3] (2)", names[0]]
+    del one
+    assert models.name_of(nn.Parameter(torch.zeros(3))) == "a parameter of shape [3] (3)"

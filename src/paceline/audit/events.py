@@ -339,6 +339,9 @@ class OptimizerStepBegun(Event):
     grads: Digests = field(default_factory=dict)  # the digests of the gradients
     norms: dict[str, float] = field(default_factory=dict)  # their norms
     state: int = 0  # the digest of the optimizer's state
+    # The digests of trained parameters that no forward shows: no called model has them. With DDP, from the
+    # second step of a parameter on, and only if models were updated since its latest step.
+    others: Digests = field(default_factory=dict)
 
 
 class OptimizerStepEnded(Event):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.audit.digests import digest
 from paceline.audit.events import ModelSeen, NotReduced
@@ -33,6 +35,9 @@ class Models:
         self._recorder = recorder
         self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
         self._names: dict[int, str] = {}
+        # Parameters that no called model has. A script may make new ones for each batch, so weak references.
+        self._others = WeakTensorKeyDictionary()
+        self._shapes: Counter[str] = Counter()
         self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}
         self._reduced: dict[int, torch.nn.Parameter] = {}
@@ -71,12 +76,22 @@ class Models:
         return called + [m for m in map(inner_of, self.ddp) if id(m) not in self._roots]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The full name of a parameter of any model."""
+        """The full name of a parameter of any model; the shape and a number if no called model has it."""
+        if self.has(parameter):
+            return self._names[id(parameter)]
+        if parameter not in self._others:
+            shape = f"a parameter of shape {list(parameter.shape)}"
+            number = self._shapes[shape] = self._shapes[shape] + 1
+            self._others[parameter] = shape if number == 1 else f"{shape} ({number})"
+        return self._others[parameter]
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a model that was called has this parameter."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
                 for name, each in inner.named_parameters():
                     self._names[id(each)] = full_name(number, name)
-        return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
+        return id(parameter) in self._names
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The current gradients, by name."""

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
 from paceline.audit import replay
@@ -35,6 +36,7 @@ from paceline.audit.events import (
     Clipped,
     CommHookSet,
     DDPBuilt,
+    Digests,
     ForwardBegun,
     ForwardEnded,
     GradientsCleared,
@@ -103,6 +105,9 @@ class LoopHooks:
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._model_updates = 0  # steps of optimizers that have parameters of called models
+        # By parameter that no called model has: these steps at its latest one.
+        self._stepped_at = WeakTensorKeyDictionary()
         self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._unscaled: set[int] = set()  # parameters, since the scaler's last update
@@ -274,6 +279,7 @@ class LoopHooks:
                 grads={name: digest(g) for name, g in gradients.items()},
                 norms={name: _norm(g) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
+                others=self._others([p for p, _ in trained]),
             )
         )
         if step == 1:
@@ -283,6 +289,21 @@ class LoopHooks:
                 local = {name: plain(g).cpu() for name, g in gradients.items()}
                 torch.save(local, self._progress.plan.folder / name)
             self._first_steps += 1
+
+    def _others(self, trained: list[torch.Tensor]) -> Digests:
+        """The digests for `OptimizerStepBegun.others`.
+
+        What is optimized for one batch, such as an adversarial perturbation, is a rank's own: it is new for
+        each batch, and steps without the models.
+        """
+        others = [p for p in trained if not self._models.has(p)]
+        self._model_updates += len(others) < len(trained)
+        digests = {}
+        for p in others if self._models.ddp else ():
+            if self._stepped_at.get(p, self._model_updates) < self._model_updates:
+                digests[self._models.name_of(p)] = digest(p)
+            self._stepped_at[p] = self._model_updates
+        return digests
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         digests = {

@@ -11,6 +11,7 @@ from paceline.audit.events import (
     Digests,
     Event,
     ForwardEnded,
+    OptimizerStepBegun,
     OptimizerStepEnded,
     StateLoaded,
     WeightsChanged,
@@ -73,13 +74,16 @@ def _weights(log: RankLog) -> States:
 
     Turn 0 of a parameter is its update in that step, and turn 1 its use after that. A model that is used
     before its own update in a step, as after that of another model, begins with turn 1. So uses are odd.
+    A parameter that no forward shows is used by its next step.
     """
     found: defaultdict[Point, Digests] = defaultdict(dict)
     turns: defaultdict[tuple[int, str], int] = defaultdict(int)
-    events: list[Event] = log.of(ForwardEnded, OptimizerStepEnded)
+    events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
     for event in events:
         if isinstance(event, OptimizerStepEnded):
             step, params, is_use = event.step, event.params, False
+        elif isinstance(event, OptimizerStepBegun):
+            step, params, is_use = event.step - 1, event.others, True
         elif isinstance(event, ForwardEnded) and event.trains:
             step, is_use = event.steps_done, True
             params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}
@@ -168,11 +172,12 @@ def changed_outside(case: Case) -> Judgement:
         ranks = outliers([own[-1] for own in mismatch.digests])
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
+    uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.others]
     evidence = f"the weights differ before step {mismatch.step}, although DDP made them equal"
     if last:
         evidence = f"equal on all ranks after step {since}, different before step {mismatch.step}"
     if not changes[log.rank]:
-        evidence += "; the line is that of the next forward, because the change itself was not seen"
+        evidence += "; the line is that of the next forward or step, because the change itself was not seen"
     return mismatch.fault(
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
         at=(changes[log.rank] or uses)[0],
@@ -206,6 +211,10 @@ def drifting_weights(case: Case) -> Judgement:
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
         if "data" in case.ranks[0].layouts:
             fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
+        elif not forwards:
+            why = "its gradient differs between ranks too: no DDP has this parameter."
+            fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, or "
+            fix += "all_reduce its gradient before each step."
         elif bypassing:
             at = bypassing[-1].at
             why = "its gradient differs between ranks too: the model was called without its DDP wrapper, so "
