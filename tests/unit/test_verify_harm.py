@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,15 +40,16 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.progress import Progress
+from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import evaluated_twice
 from paceline.audit.rules.gradient import loss_of_rank
 from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.reduction import no_sync_on_last
-from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
-from paceline.audit.rules.shards import whole_dataset
+from paceline.audit.rules.shards import overlapping_shards, whole_dataset
 from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.rules.update import (
     clip_before_reduction,
@@ -222,6 +224,45 @@ def test_shards_of_several_passes_that_are_shuffled_anew_are_not_the_whole_datas
     # Each rank reads all of it, in another order.
     whole = [_gives(batches), _gives([*batches[60:], *batches[:60]])]
     assert isinstance(whole_dataset(case(*whole)), FaultFound)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rule", "found"),
+    [
+        ([(0, 40), (20, 60)], overlapping_shards, FaultFound),
+        ([(0, 40), (20, 60), (40, 80)], overlapping_shards, FaultFound),
+        ([(0, 40), (20, 60), (40, 80)], whole_dataset, NoFault),
+        ([(0, 60), (0, 60), (1, 61)], whole_dataset, FaultFound),
+        ([(0, 60), (0, 60), (1, 61)], overlapping_shards, NoFault),
+    ],
+)
+def test_parts_of_a_stream_that_overlap_are_no_whole(
+    parts: list[tuple[int, int]], rule: Callable[[Case], Judgement], found: type
+) -> None:
+    logs = []
+    for rank, part in enumerate(parts):
+        samples = [*range(*part)]
+        events: list[Event] = [
+            LoaderSeen(loader="a", iterable=True),
+            PassBegun(loader="a"),
+            BatchGiven(loader="a"),
+            ForwardEnded(trains=True, sync=True),
+            BackwardBegun(),
+        ]
+        logs.append(RankLog(rank, events, [SamplesLoaded(loader="a", contents=samples)]))
+    ordinary = Run(RunPlan(Path("x"), "ordinary", len(parts), 20), logs, 0)
+    assert isinstance(rule(Case(ordinary, ordinary)), found)
+
+
+def test_uneven_use_may_be_a_consequence_of_equal_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FaultFound(what="x", at="", why="", fix="", evidence="", effect="")
+    rules = [
+        replace(rule, judge=lambda _: fault)
+        for rule in RULES
+        if rule.name in ("no shards", "samples used unevenly")
+    ]
+    monkeypatch.setattr("paceline.audit.audit.RULES", rules)
+    assert _faults([], []) == ["no shards"]
 
 
 # What is evaluated
@@ -563,7 +604,9 @@ def _learns_a_temperature(own: list[int]) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize(("own", "found"), [([1, 2, 3], []), ([1, 12, 13], ["weights drift apart"])])
+@pytest.mark.parametrize(
+    ("own", "found"), [([1, 2, 3], []), ([1, 12, 13], ["weights drift apart"])]
+)
 def test_a_parameter_that_no_forward_shows(own: list[int], found: list[str]) -> None:
     assert _faults(_learns_a_temperature([1, 2, 3]), _learns_a_temperature(own)) == found
 

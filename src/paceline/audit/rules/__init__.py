@@ -21,6 +21,7 @@ from paceline.audit.rules import (
 from paceline.audit.rules.rule import Rule
 
 # Rules whose faults also cause what other rules look for.
+_NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
 _CLIPPED_TOO_EARLY = "clipping before reduction"
@@ -42,14 +43,14 @@ RULES = (
         works_with_join=False,
         consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
-    Rule("no shards", shards.whole_dataset, needs_replicas=True),
+    Rule(_NO_SHARDS, shards.whole_dataset, needs_replicas=True),
     Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
     Rule(
         "samples used unevenly",
         whole_run.uneven_use,
         needs_replicas=True,
-        consequence_of=(_OVERLAP,),
+        consequence_of=(_NO_SHARDS, _OVERLAP),
     ),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),

@@ -89,8 +89,9 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     seen = Counter(key for each in read for key in set(each))
     common = sum(times > 1 for times in seen.values())
     in_shards = all(_is_sharded(each, count) for each in loaders) or _reads_a_part(case, name)
-    if loader.iterable:
-        in_shards = common < _WHOLE * min(len(set(each)) for each in read)
+    if loader.iterable:  # of three ranks, each may share all its samples with one of the others
+        of_all = set[Any].intersection(*map(set, read))
+        in_shards = len(of_all) < _WHOLE * min(len(set(each)) for each in read)
     splits_differ = len({each.split for each in loaders}) > 1
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
     shared = common > max(count * 2, _OVERLAP * len(seen))

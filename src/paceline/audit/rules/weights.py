@@ -177,7 +177,9 @@ def changed_outside(case: Case) -> Judgement:
     if last:
         evidence = f"equal on all ranks after step {since}, different before step {mismatch.step}"
     if not changes[log.rank]:
-        evidence += "; the line is that of the next forward or step, because the change itself was not seen"
+        evidence += (
+            "; the line is that of the next forward or step, because the change itself was not seen"
+        )
     return mismatch.fault(
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
         at=(changes[log.rank] or uses)[0],
