@@ -20,6 +20,7 @@ from paceline.audit.events import (
     BatchGiven,
     Clipped,
     CollectiveBegun,
+    CollectiveEnded,
     DDPBuilt,
     Evaluated,
     Event,
@@ -292,6 +293,37 @@ def test_parts_that_ranks_draw_are_no_padded_shards(
         case(*[_evaluates(ids, 0.5) for ids in ranks], solo=_evaluates(solo, 0.5))
     )
     assert isinstance(judged, found), judged
+
+
+def _validates(ids: range, *, counts: list[float], by: str) -> list[Event]:
+    """Evaluates these samples, and reduces or gathers counts of right answers and of samples."""
+    share = NumberRead(value=counts[0] / counts[1], evaluation=1, at="t.py:12")
+    call = CollectiveBegun(op=by, evaluation=1, shape=[2 if by == "all_reduce" else 100])
+    done = CollectiveEnded(values=counts if by == "all_reduce" else None)
+    return [*_evaluates([*ids], 0.5)[:-1], call, done, share]
+
+
+@pytest.mark.parametrize("by", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize(
+    ("right", "count", "found"),
+    [(9000, 20000, FaultFound), (9001, 20000, FaultFound), (9000, 19999, NoFault)],
+)
+def test_one_padded_sample_of_many_is_a_note(
+    right: int, count: int, found: type, by: str
+) -> None:
+    solo = _validates(range(19999), counts=[9000.0, 19999.0], by=by)
+    ranks = [
+        _validates(part, counts=[float(right), float(count)], by=by)
+        for part in (range(10000), range(9999, 19999))
+    ]
+    judged = evaluated_twice(case(*ranks, solo=solo, replay=True))
+    assert isinstance(judged, found), judged
+    if isinstance(judged, FaultFound):
+        assert judged.is_note
+        assert judged.effect == "0.005% of the evaluated samples count twice"
+        strict = judge(case(*ranks, solo=solo, replay=True), strict=True)["evaluated twice"]
+        assert isinstance(strict, FaultFound)
+        assert not strict.is_note
 
 
 def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,12 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # Equal values of a metric differ by rounding only.
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
+# Up to this number, float32 holds every integer.
+_MAX_COUNT = 2**24
 # Samples that count twice are a note up to this share: a metric with three digits hardly shows them.
 _SMALL_SHARE = 1e-3
+# A share of the samples that changes by less is equal.
+_LEAST_CHANGE = 1e-6
 # A number of samples that was computed in float32 differs by less from an integer.
 _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
@@ -55,10 +59,10 @@ def evaluated_twice(case: Case) -> Judgement:
         gathers = case.ranks[0].evaluations.get(number, Evaluation()).gathers_samples
         gathered = _results_of_gathers(case)
         if gathers:
-            equal = [result.is_equal for result in gathered]
+            equal = [result.is_equal and not result.counts_padding for result in gathered]
         else:
             pairs = [pair for one, ranks in _of_both_runs(case) for pair in _pairs(one, ranks)]
-            equal = [_close(x, y) for pair in pairs for x, y in _results(pair)]
+            equal = [_same(x, y) for pair in pairs for x, y in _results(pair)]
         if equal and all(equal):
             continue  # the script removes the surplus, or it does not matter
         if gathers and not any(result.counts_padding for result in gathered):
@@ -79,7 +83,7 @@ def evaluated_twice(case: Case) -> Judgement:
             "surplus after gathering.",
             evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
             f"{len(distinct)} of them different",
-            effect=f"{surplus / total:.2%} of the evaluated samples count twice",
+            effect=f"{100 * surplus / total:.2g}% of the evaluated samples count twice",
             is_note=surplus <= _SMALL_SHARE * total,
         )
     if unclear:
@@ -91,6 +95,13 @@ def evaluated_twice(case: Case) -> Judgement:
         "the ranks together evaluated each sample once, or each rank all of them, or what they evaluated "
         "twice does not change the results."
     )
+
+
+def _same(solo: float, value: float) -> bool:
+    """Whether two values are equal: exactly, if both may be counts."""
+    if all(abs(x) <= _MAX_COUNT and x == round(x) for x in (solo, value)):
+        return solo == value
+    return _close(solo, value)
 
 
 def _of_both_runs(case: Case) -> list[tuple[Evaluation, list[Evaluation]]]:
@@ -154,7 +165,8 @@ class _Result:
     def counts_padding(self) -> bool:
         """Whether it counts samples twice that pad the shards."""
         counted, surplus = self.surplus_counted, self.total - self.distinct
-        return not self.is_equal and counted is not None and -_ROUNDING <= counted <= surplus
+        is_more = not math.isclose(self.value, self.solo, rel_tol=_LEAST_CHANGE)
+        return is_more and counted is not None and -_ROUNDING <= counted <= surplus
 
 
 def _results_of_gathers(case: Case) -> list[_Result]:
