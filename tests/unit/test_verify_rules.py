@@ -48,7 +48,7 @@ from paceline.audit.events import (
     SeedSet,
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
-from paceline.audit.loss_weight import loss_weight
+from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
@@ -372,6 +372,27 @@ def test_a_mean_of_means_names_its_ranks(faulty: tuple[Any, ...], ranks: list[in
     judged = mean_of_means(runs)
     assert isinstance(judged, FaultFound)
     assert list(judged.ranks) == ranks
+
+
+@pytest.mark.parametrize(("heads", "found"), [((7, 7), FaultFound), ((7, 8), NoFault)])
+def test_losses_of_one_line_that_reach_other_parameters_are_tasks(
+    heads: tuple[int, int], found: type
+) -> None:
+    wrapped, one, step = _step_on(8, 1 / 16)
+    other = _step_on(4, 1 / 8)[1]
+    parts = [
+        replace(cast(BackwardBegun, part), forwards=number, reached=head)
+        for number, (part, head) in enumerate(zip((one, other), heads, strict=True))
+    ]
+    events = [LoaderSeen(loader="a"), wrapped, *parts, step]
+    assert isinstance(mean_of_means(case(events, events)), found)
+
+
+def test_which_parameters_a_loss_reaches() -> None:
+    trunk, *heads = (torch.nn.Linear(2, 2) for _ in range(3))
+    loss = heads[1](trunk(torch.ones(1, 2)).relu()).sum() + trunk.bias.sum()
+    expected = [*trunk.parameters(), *heads[1].parameters()]
+    assert {id(p) for p in reached(loss)} == {id(p) for p in expected}
 
 
 @pytest.mark.parametrize(

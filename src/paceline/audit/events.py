@@ -284,6 +284,7 @@ class BackwardBegun(EventInStep):
     weight: float = 0.0
     terms: float = 0.0
     kind: str = ""
+    reached: int = 0  # the digest of the names of the models' parameters that it reaches
     loss: float | None = None  # the loss; None if it is not one number
     sync: list[bool] = field(default_factory=list)  # for each DDP, whether it reduces gradients
 

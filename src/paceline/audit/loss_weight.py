@@ -33,6 +33,23 @@ def loss_weight(loss: torch.Tensor) -> LossWeight | None:
     return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
 
 
+def reached(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters that a backward from this loss reaches, by its graph."""
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        parameter = getattr(node, "variable", None)  # of an AccumulateGrad
+        if isinstance(parameter, torch.Tensor):
+            found.append(parameter)
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
 def _walk(node: Any, gradient: torch.Tensor) -> LossWeight | None:
     """Follow the gradient of the loss, which is its factor, back to the first reduction."""
     name, _, _ = type(node).__name__.partition("Backward")

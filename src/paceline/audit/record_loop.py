@@ -48,7 +48,7 @@ from paceline.audit.events import (
     StateLoaded,
     Unscaled,
 )
-from paceline.audit.loss_weight import loss_weight
+from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, calling_line, intercept, user_line
@@ -227,6 +227,7 @@ class LoopHooks:
                     forwards=self._forwards,
                     loaders=sorted(self._progress.loaders_of_step),
                     loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
+                    reached=self._digest_of_reached(losses),
                     sync=[model.require_backward_grad_sync for model in self._models.ddp],
                     **asdict(weight) if weight else {},
                 ),
@@ -240,6 +241,10 @@ class LoopHooks:
             # Before the script itself reduces them over the ranks.
             path = self._progress.plan.folder / f"local-{self._progress.rank}-0.pt"
             torch.save(self._models.gradients(), path)
+
+    def _digest_of_reached(self, losses: list[torch.Tensor]) -> int:
+        parameters = [p for loss in losses for p in reached(loss) if self._models.has(p)]
+        return digest(sorted({self._models.name_of(p) for p in parameters}))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

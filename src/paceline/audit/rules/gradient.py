@@ -449,7 +449,8 @@ def _unequal(
         terms = (one.weight - other.weight) * other.terms
         # Two losses of one forward belong to one micro-batch.
         apart = across_ranks or one.forwards != other.forwards
-        same_loss = one.kind == other.kind and one.at == other.at
+        # Two tasks may have one line, in a loop over them, but not the same parameters.
+        same_loss = (one.kind, one.at, one.reached) == (other.kind, other.at, other.reached)
         if abs(totals) < _SAME_TOTAL * abs(terms) and same_loss and apart:
             return one, other
     return None
