@@ -552,6 +552,36 @@ def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: t
     assert not isinstance(judged, FaultFound) or judged.is_note
 
 
+@pytest.mark.parametrize(
+    ("own", "result", "found"),
+    [
+        ([0.5, 0.2], [0.7], FaultFound),  # means of 3 and 2 samples; 0.38 on one process
+        ([0.38, 0.38], [0.76], NoFault),
+        ([0.9, 0.3], [1.2], NotJudged),  # such as an F1 score
+        ([2.0, 1.0], [3.0, 5.0], NoFault),  # with the number of samples
+    ],
+)
+def test_a_reduction_that_one_process_does_not_enter(
+    own: list[float], result: list[float], found: type
+) -> None:
+    reduced = replace(call("all_reduce", 8), evaluation=1)
+    parts = [
+        _evaluation(rows, replace(reduced, values=[x]), CollectiveEnded(values=result), _read(0.1))
+        for rows, x in zip(("abc", "de"), own, strict=True)
+    ]
+    whole = run("solo", _evaluation("abcde", _read(0.0, 5), _read(1.0, 5), _read(0.38)))
+    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    assert isinstance(judged, found), judged
+    assert not isinstance(judged, NotJudged) or judged.is_open
+
+
+def test_ranks_that_reduce_at_other_lines_may_be_right_or_wrong() -> None:
+    ranks: list[list[Event]] = [[call("all_reduce", line)] for line in (8, 9)]
+    judged = unmatched_collective(case(*ranks))
+    assert isinstance(judged, NotJudged)
+    assert judged.is_open
+
+
 def test_rules_without_evidence_find_no_fault() -> None:
     empty: list[Event] = []
     for rule in RULES:

@@ -44,7 +44,8 @@ class Evaluation:
     collectives: list[CollectiveBegun] = field(default_factory=list)
     gathers_samples: bool = False  # whether it gathers a value for each sample, such as predictions
     reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
-    # By line, the numbers that the script took; if it gathers, only those after the first gather.
+    # By line, the numbers that the script took; if it gathers, only those after the first gather, and else
+    # those after the first reduction.
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -105,7 +106,7 @@ class EvaluationReader:
             return
         own = self._found[event.evaluation]
         gathers = "gather" in event.op
-        if gathers and not own.gathers:
+        if not own.gathers and (gathers or not own.collectives):
             own.numbers.clear()
         own.collectives.append(event)
         values = max(event.items, math.prod(event.shape))
