@@ -308,9 +308,7 @@ def _validates(ids: range, *, counts: list[float], by: str) -> list[Event]:
     ("right", "count", "found"),
     [(9000, 20000, FaultFound), (9001, 20000, FaultFound), (9000, 19999, NoFault)],
 )
-def test_one_padded_sample_of_many_is_a_note(
-    right: int, count: int, found: type, by: str
-) -> None:
+def test_one_padded_sample_of_many_is_a_note(right: int, count: int, found: type, by: str) -> None:
     solo = _validates(range(19999), counts=[9000.0, 19999.0], by=by)
     ranks = [
         _validates(part, counts=[float(right), float(count)], by=by)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Models:
         self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
         self._names: dict[int, str] = {}
         # Parameters that no called model has. A script may make new ones for each batch, so weak references.
-        self._others = WeakTensorKeyDictionary()
+        self._others: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
         self._shapes: Counter[str] = Counter()
         self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}

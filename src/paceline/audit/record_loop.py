@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -107,7 +107,7 @@ class LoopHooks:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._model_updates = 0  # steps of optimizers that have parameters of called models
         # By parameter that no called model has: these steps at its latest one.
-        self._stepped_at = WeakTensorKeyDictionary()
+        self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._unscaled: set[int] = set()  # parameters, since the scaler's last update

@@ -215,8 +215,10 @@ def drifting_weights(case: Case) -> Judgement:
             fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
         elif not forwards:
             why = "its gradient differs between ranks too: no DDP has this parameter."
-            fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, or "
-            fix += "all_reduce its gradient before each step."
+            fix = (
+                "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
+                "or all_reduce its gradient before each step."
+            )
         elif bypassing:
             at = bypassing[-1].at
             why = "its gradient differs between ranks too: the model was called without its DDP wrapper, so "
