@@ -124,6 +124,8 @@ class RankStages:
             return output
         except _StageEnd as end:
             return self._sendable(number, end.args[0])
+        except StopIteration as error:
+            raise self._no_parameters() from error
         except Exception as error:
             if self.running.has_begun or isinstance(error, PacelineError):
                 raise
@@ -159,13 +161,13 @@ class RankStages:
             fix="replace submodules before paceline.pipeline(...). To compile one, call its `compile()`.",
         )
 
-    def no_parameters(self) -> ConfigError:
+    def _no_parameters(self) -> ConfigError:
         return ConfigError(
-            f"the `forward` of {type(self.module).__name__} reads its parameters().",
+            f"the `forward` of {type(self.module).__name__} raised StopIteration.",
             where=self._job.where(),
-            why="each stage has its own parameters only, so a sum over them would leave out other stages.",
-            fix="take the dtype and the device from an argument of `forward`, and use the optimizer's "
-            "weight_decay as a penalty.",
+            why="a module that is split has no parameters() during its `forward`, so "
+            "`next(self.parameters())` finds none.",
+            fix="take the dtype and the device from an argument of `forward`.",
         )
 
 
@@ -277,17 +279,6 @@ class _Interceptor(nn.Module):
     def __class__(self) -> type[nn.Module]:  # type: ignore[override]
         kind: type[nn.Module] = self.__dict__.get("_kind", _Interceptor)
         return kind
-
-    @property  # torch reads it in `parameters()` of this module and of those around it
-    def _parameters(self) -> dict[str, nn.Parameter | None]:
-        if "_what" in self.__dict__ and self._what[0].running is not None:
-            raise self._what[0].no_parameters()
-        own: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
-        return own
-
-    @_parameters.setter
-    def _parameters(self, own: dict[str, nn.Parameter | None]) -> None:
-        self.__dict__["_parameters"] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stages, name, layer = self._what
