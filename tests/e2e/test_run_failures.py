@@ -50,7 +50,7 @@ def test_the_original_error_comes_first_and_the_rest_is_in_a_folder(tmp_path: Pa
     assert "paceline/launch" not in done.err
     assert (tmp_path / "log1.txt").read_text() == "last words"
 
-    folder = tmp_path / lines[-1].rpartition(" of all ranks are in ")[2]
+    folder = tmp_path / lines[-1].rpartition(" of the ranks here are in ")[2]
     assert folder.parent == tmp_path / "logs"
     assert "rank 1 of 3 failed: ValueError" in (folder / "verdict.txt").read_text()
     assert "printed by 0" in (folder / "rank0-output.txt").read_text()
