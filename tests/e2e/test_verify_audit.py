@@ -55,6 +55,7 @@ RULES = {
     "84": "weights drift apart",
     "85": "no shards",
     "86": "weights drift apart",
+    "89": "gradient differs",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.
@@ -192,12 +193,14 @@ SENTENCES = {
     "raises": "RuntimeError: no disk for rank 0",
     "reads_stdin": "the script reads its standard input",
     "steps_by_world_size": "steps with 1 process and 6 with 2",
+    "trains_in_spawned_process": "never took an optimizer step",
 }
 
 
 WHYS = {
     "becomes_another_program": "another program took its place",
     "exits_without_training": "it called sys.exit() at",
+    "trains_in_spawned_process": "it started a process there, and verify cannot watch what that does",
 }
 
 

@@ -74,6 +74,10 @@ class OwnRanksStarted(Event):
     call: str
 
 
+class ProcessStarted(Event):
+    """The script started a process with `multiprocessing`."""
+
+
 class TrainsOn(Event):
     """The script would train on after the wanted steps."""
 

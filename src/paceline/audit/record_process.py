@@ -30,6 +30,7 @@ from paceline.audit.events import (
     Forked,
     GroupInitialised,
     OwnRanksStarted,
+    ProcessStarted,
     RankEnded,
     RankStarted,
     SeedSet,
@@ -76,6 +77,7 @@ def install(progress: Progress, models: Models, control: object) -> None:
     intercept("compile", hooks.compile_eagerly, torch)
     intercept("init_process_group", hooks.init_process_group, c10d, dist)
     intercept("start_processes", hooks.start_processes, sys.modules[SpawnContext.__module__], mp)
+    intercept("start", hooks.start_process, multiprocessing.process.BaseProcess)
     intercept("send", hooks.send, control)
     intercept("exit", hooks.exit, sys)
     os.register_at_fork(before=hooks.before_fork)
@@ -111,6 +113,11 @@ class ProcessHooks:
         if not dist.is_initialized() and not self._progress.steps:
             self._end_spawning("torch.multiprocessing.spawn()")
         return start(*args, **kwargs)
+
+    def start_process(self, start: Callable[..., None], *args: Any) -> None:
+        if at := calling_line():  # else a library did
+            self._recorder.write(ProcessStarted(at=at))
+        start(*args)
 
     def _end_spawning(self, call: str) -> None:
         self._recorder.write(OwnRanksStarted(at=user_line(), call=call))

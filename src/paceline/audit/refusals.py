@@ -15,6 +15,7 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OwnRanksStarted,
     PassBegun,
+    ProcessStarted,
     RankStarted,
     StateLoaded,
 )
@@ -203,6 +204,9 @@ def _no_step(run: Run) -> Refused:
     where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
     if any(each.of(BackwardBegun) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
+    elif (start := log.first(ProcessStarted)) is not None:
+        where, why = start.at, "it started a process there, and verify cannot watch what that does."
+        fix = "train in the process that verify starts, as torchrun does, not in one that the script starts."
     elif load is not None:
         where, why = (
             load.at,

@@ -12,6 +12,8 @@ A forked worker inherits the connections of the rank's process groups. This has 
   does not have. So inherited objects are never collected: the collector is off from before the fork until
   they are frozen (`gc.freeze`). It would otherwise run inside of `os.fork` already, in the handlers there.
 
+`paceline.job.forks` guards against a third one, on Python 3.11.
+
 A worker returns an error as a value, so that its type and message are kept.
 """
 

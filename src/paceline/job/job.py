@@ -38,6 +38,7 @@ from paceline.errors import (
 from paceline.job import current_step, environment, failures, pmi, ray, rendezvous, store_exchange
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
+from paceline.job.forks import wait_before_forks
 from paceline.job.malloc import keep_freed_memory
 from paceline.job.mesh import DataAxis, Mesh
 from paceline.job.network import interface_variables, route_to
@@ -386,6 +387,7 @@ def join(
         current_step.step, current_step.stage = 0, None
         if info.world_size > 1:
             _connect(job, info, chosen_backend, store)
+            wait_before_forks()
     except BaseException as error:
         job.abandon(error)
         raise

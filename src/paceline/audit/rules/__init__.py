@@ -23,6 +23,8 @@ from paceline.audit.rules.rule import Rule
 # Rules whose faults also cause what other rules look for.
 _NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
+_SCALED = "gradient N times too large or small"
+_LOSS_OF_RANK = "loss depends on the rank"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
 _CLIPPED_TOO_EARLY = "clipping before reduction"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
@@ -56,12 +58,18 @@ RULES = (
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same noise on ranks", randomness.same_noise, needs_replicas=True),
     Rule(
-        "gradient N times too large or small",
+        _SCALED,
         gradient.scaled_gradient,
         needs_replicas=True,
         consequence_of=(_CLIPPED_TOO_EARLY,),
     ),
-    Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
+    Rule(
+        "gradient differs",
+        gradient.different_gradient,
+        needs_replicas=True,
+        consequence_of=(_SCALED, _LOSS_OF_RANK),
+    ),
+    Rule(_LOSS_OF_RANK, gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
     Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last, compares_weights=True),
     Rule(

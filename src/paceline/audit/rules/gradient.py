@@ -16,6 +16,7 @@ from paceline.audit.events import (
     CollectiveEnded,
     CommHookSet,
     DDPBuilt,
+    Digests,
     ForwardEnded,
 )
 from paceline.audit.evidence import RankLog, Run
@@ -32,6 +33,8 @@ _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
+# Gradients with a smaller part of the norm of the whole one may be rounding alone.
+_SMALL_PART = 1e-3
 # Losses of one batch that differ by less are no fault, and no note: they differ by rounding.
 _SAME_LOSS, _EQUAL_LOSS, _ZERO_LOSS = 1e-3, 1e-5, 1e-6
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
@@ -279,6 +282,73 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
             "or change at random after it."
         )
     return ""
+
+
+def different_gradient(case: Case) -> Judgement:
+    """Each rank has the samples of one process, and yet their gradient is another one."""
+    run = case.replay
+    if run is None or run.plan.mode != "mirrored":
+        return NotJudged(
+            case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
+        )
+    why = _why_not_comparable(case, run.ranks) or _why_not_exact(case.solo, run)
+    if why:
+        return NotJudged(why)
+    one, other = case.solo.gradients(), run.gradients()
+    size = float(_flat(one).norm())
+    if not size or any(len(other.get(name, ())) != len(own) for name, own in one.items()):
+        return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
+    differences = {
+        name: float((other[name] - own).norm() / own.norm())
+        for name, own in one.items()
+        if float(own.norm()) > _SMALL_PART * size
+    }
+    name, most = max(differences.items(), key=lambda each: each[1])
+    figure = f"the gradient of {name} differs by {most:.2%} of its norm"
+    if most < _NEAR_FACTOR:
+        return NoFault(f"{figure}, from that of one process on the same samples.")
+    locals_ = [run.local_gradients(log.rank) for log in run.ranks]
+    reduction = _manual_reduction(run.ranks[0])
+    # The ranks computed the gradient of one process, and their own reduction changed it: to compress it?
+    is_note = reduction is not None and all(
+        name in own and float((own[name] - one[name]).norm()) < _EQUAL * size for own in locals_
+    )
+    return FaultFound(
+        what="the gradient is not that of one process on the same samples.",
+        at=(reduction or run.ranks[0].first_backward).at,
+        step=1,
+        why="the ranks had the weights, the samples and the random numbers of one process, so what the script "
+        "does on several processes changes the gradient.",
+        fix="compute the loss on every rank as on one process, and take the mean of the gradients.",
+        evidence=f"{figure}, in step 1, from that of one process",
+        effect=figure,
+        is_note=is_note,
+    )
+
+
+def _why_not_exact(solo: Run, run: Run) -> str:
+    """Why the gradient of ranks that have the samples of one process may differ; empty if it may not."""
+    # With equal states of the generators before this step and the next one, all random numbers are equal.
+    expected, *others = [_inputs_of_step(log) for log in (*solo.ranks, *run.ranks)]
+    if any(own != expected for own in others):
+        return "the ranks had other micro-batches or random numbers than one process."
+    for log in run.ranks:
+        exchanged = (event for event in log.in_first_batch if isinstance(event, CollectiveBegun))
+        if any("gather" in event.op or len(event.shape) > 1 for event in exchanged):
+            return "the ranks exchange features for the loss, so each knows more samples than one process."
+        if log.layouts or log.of(CommHookSet):
+            return "the gradients are reduced in shards, or by a communication hook."
+    losses = _finite_losses(log.first_backward for log in run.ranks)
+    if not losses or not _are_close(losses, _EQUAL_LOSS):
+        return "the losses of the ranks differ, or are not one finite number."
+    return ""
+
+
+def _inputs_of_step(log: RankLog) -> tuple[list[list[int] | None], list[Digests | None]]:
+    """The rows of each micro-batch of the first step, and the random states before it and the second."""
+    rows = [event.rows for event in log.training_forwards if event.steps_done == 0]
+    second = next((event for event in log.training_forwards if event.steps_done == 1), None)
+    return rows, [log.first_forward.random, None if second is None else second.random]
 
 
 def loss_of_rank(case: Case) -> Judgement:
