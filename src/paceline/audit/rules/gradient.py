@@ -317,8 +317,8 @@ def different_gradient(case: Case) -> Judgement:
         what="the gradient is not that of one process on the same samples.",
         at=(reduction or run.ranks[0].first_backward).at,
         step=1,
-        why="the ranks had the weights, the samples and the random numbers of one process, so what the script "
-        "does on several processes changes the gradient.",
+        why="the ranks had the weights, samples and random numbers of one process, so what the script does "
+        "on several processes changes the gradient.",
         fix="compute the loss on every rank as on one process, and take the mean of the gradients.",
         evidence=f"{figure}, in step 1, from that of one process",
         effect=figure,
