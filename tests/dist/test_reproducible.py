@@ -190,6 +190,44 @@ def _restores(job: Any) -> tuple[bool, bool, int]:
     return inside, torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
 
 
+def _grow_the_trained_set(job: Any, reproducible: bool) -> tuple[str, list[float], int]:
+    """Unfreeze the first layer, add the last one, and let BatchNorm learn, all after some steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    model = paceline.ddp(job, net, find_unused=True)
+    net[0].requires_grad_(False)
+    net[3].requires_grad_(False)
+    optimizer = torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1)
+    batches = paceline.Batches(job, _data(), global_batch=22, micro_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
+    net.eval()
+    for step in training.steps(until=6):
+        if step.number == 3:
+            net[0].requires_grad_(True)
+        if step.number == 5:
+            net[3].requires_grad_(True)
+            optimizer.add_param_group({"params": list(net[3].parameters())})
+        for batch in step:
+            if step.number > 1:
+                net.train()
+            step.backward(loss_sum(model, batch), count=len(batch[1]))
+        step.update()
+    state = net.state_dict()
+    return digest(state), state["0.weight"].flatten().tolist(), int(net[1].num_batches_tracked)
+
+
+def test_parameters_and_batchnorms_that_are_trained_later_count() -> None:
+    (plain,) = run_ranks(_grow_the_trained_set, False, nproc=1)
+    ends = [
+        each
+        for nproc in (1, 2, 3, 4)
+        for each in run_ranks(_grow_the_trained_set, True, nproc=nproc)
+    ]
+    assert {end[0] for end in ends} == {ends[0][0]}
+    torch.testing.assert_close(ends[0][1], plain[1])
+    assert ends[0][2] == plain[2] > 0
+
+
 def test_what_was_pinned_is_given_back() -> None:
     assert run_ranks(_restores, nproc=2) == [(True, False, 2)] * 2
 

@@ -66,9 +66,9 @@ class ExactStrategy(DDPStrategy):
         self.keeps_token_divisor = True
         batches.align()
         self._micro_batch = batches.micro_batch
-        most = -(-batches.global_batch // batches.micro_batch)
-        trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
-        self._sum = ExactSum(self._job, list(trained.values()), most_micro_batches=most)
+        self._most_micro_batches = -(-batches.global_batch // batches.micro_batch)
+        self._sum = self._sum_of_trained()
+        self._loaded_exponents: list[int] | None = None
         modules = [unwrap(model) for model in self._models]
         if any(getattr(layer, "sparse", False) for model in modules for layer in model.modules()):
             raise ConfigError(
@@ -102,12 +102,21 @@ class ExactStrategy(DDPStrategy):
         alone = Strategy.fits(job, models, optimizers)
         return alone or super().fits(job, models, optimizers)
 
+    def _trained(self) -> list[torch.Tensor]:
+        """The parameters of the optimizers that have a gradient now; some may be frozen or added later."""
+        return [p for p in owned_parameters(*self._optimizers) if p.requires_grad]
+
+    def _sum_of_trained(self) -> ExactSum:
+        return ExactSum(self._job, self._trained(), most_micro_batches=self._most_micro_batches)
+
     def begin_step(self, step: PlannedStep) -> None:
         self._offset = step.offset
+        if not self._sum.has(self._trained()):
+            self._sum = self._sum_of_trained()
+            self._sum.load_exponents(self._loaded_exponents)
         self._sum.begin()
         for fold in self._folds:
             fold.begin(-(-step.num_samples // self._micro_batch))
-        self._most_uses = torch.zeros_like(self._num_forwards())  # in a micro-batch of this step
         self._versions = self._buffer_versions()
 
     def before_forward(self, micro: MicroBatch) -> None:
@@ -119,18 +128,17 @@ class ExactStrategy(DDPStrategy):
         counts = [fold.layer.num_batches_tracked for fold in self._folds]
         return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
-    def _refuse_second_use(self) -> None:
-        for fold, uses in zip(self._folds, self._most_uses.tolist(), strict=True):
-            if uses > 1:
-                named = (pair for model in self._models for pair in unwrap(model).named_modules())
-                name = next(name for name, module in named if module is fold.layer)
-                raise ConfigError(
-                    f"the BatchNorm layer {name!r} ran {uses} times in one micro-batch.",
-                    where=self._job.where(),
-                    why="reproducible training keeps the statistics of one forward of each micro-batch.",
-                    fix="run it once, on all samples together; or use GroupNorm, or leave "
-                    "reproducible=True out.",
-                )
+    def _refuse_second_use(self, fold: _BatchNormFold, uses: int) -> None:
+        if uses > 1:
+            named = (pair for model in self._models for pair in unwrap(model).named_modules())
+            name = next(name for name, module in named if module is fold.layer)
+            raise ConfigError(
+                f"the BatchNorm layer {name!r} ran {uses} times in one micro-batch.",
+                where=self._job.where(),
+                why="reproducible training keeps the statistics of one forward of each micro-batch.",
+                fix="run it once, on all samples together; or use GroupNorm, or leave "
+                "reproducible=True out.",
+            )
 
     def backward(
         self,
@@ -140,16 +148,14 @@ class ExactStrategy(DDPStrategy):
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
         uses = self._num_forwards() - self._before
-        self._most_uses = torch.maximum(self._most_uses, uses)
         torch.autograd.backward(loss, weight, inputs=inputs)
         # Activation checkpointing runs forwards in the backward.
         self._before = self._num_forwards() - uses
         self._sum.add()
-        for fold in self._folds:
-            fold.record((micro.offset - self._offset) // self._micro_batch)
+        for fold, ran in zip(self._folds, uses, strict=True):
+            fold.record((micro.offset - self._offset) // self._micro_batch, ran)
 
     def end_micro_batches(self) -> bool:
-        self._refuse_second_use()
         changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
         for (name, _), before, after in changed:
             if before != after:
@@ -185,7 +191,12 @@ class ExactStrategy(DDPStrategy):
         parts = torch.split(packed, [fold.table.numel() for fold in self._folds])
         for fold, part in zip(self._folds, parts, strict=True):
             fold.table.copy_(part.view_as(fold.table))
-            fold.fold()
+        # One transfer for all layers.
+        uses = torch.stack([fold.table[:, 2, 0].long() for fold in self._folds]).tolist()
+        for fold, each in zip(self._folds, uses, strict=True):
+            self._refuse_second_use(fold, max(each))
+        for fold, each in zip(self._folds, uses, strict=True):
+            fold.fold([number > 0 for number in each])
 
     def finish(self, optimizer: Optimizer) -> None:
         pass  # `end_micro_batches` has summed the gradients
@@ -197,7 +208,9 @@ class ExactStrategy(DDPStrategy):
         return {"exponents": self._sum.exponents, "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: Any) -> None:
-        self._sum.exponents = state["exponents"]
+        # Saved after a parameter was unfrozen or added, they may belong to more than are trained now.
+        self._loaded_exponents = state["exponents"]
+        self._sum.load_exponents(self._loaded_exponents)
         torch.set_num_threads(state["threads"])
 
 
@@ -243,6 +256,7 @@ class ExactSum:
     ) -> None:
         self._job = job
         self._parameters = list(parameters)
+        self._ids = {id(p) for p in self._parameters}
         if any(not p.dtype.is_floating_point or p.is_sparse for p in self._parameters):
             raise ConfigError(
                 "reproducible training needs real, dense parameters.",
@@ -261,6 +275,15 @@ class ExactSum:
         self._count_bits = math.ceil(math.log2(max(1, most_micro_batches)))
         self.exponents: list[int] | None = None
         self.begin()
+
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all these parameters are summed."""
+        return {id(p) for p in parameters} <= self._ids
+
+    def load_exponents(self, exponents: list[int] | None) -> None:
+        """Take exponents of an earlier sum, if they belong to as many parameters. Else a step finds them."""
+        if exponents is not None and len(exponents) == len(self._parameters):
+            self.exponents = exponents
 
     def begin(self) -> None:
         self._is_unset = [True] * len(self._parameters)
@@ -409,16 +432,16 @@ class _BatchNormFold:
         mean, _, _ = buffers = self._buffers()
         self._momentum = self.layer.momentum
         self._saved = [buffer.clone() for buffer in buffers]
-        # A layer in eval mode does not change its statistics.
-        rows = num_micro_batches if self.layer.training else 0
-        self.table = torch.zeros((rows, 2, len(mean)), dtype=mean.dtype, device=mean.device)
+        shape = (num_micro_batches, 3, len(mean))
+        self.table = torch.zeros(shape, dtype=mean.dtype, device=mean.device)
         self.layer.momentum = 1.0
 
-    def record(self, index: int) -> None:
-        if len(self.table):
-            mean, var, _ = self._buffers()
-            self.table[index, 0] = mean
-            self.table[index, 1] = var
+    def record(self, index: int, uses: torch.Tensor) -> None:
+        """Note the statistics of a micro-batch. `uses` are the forwards that changed them: 0 in eval mode."""
+        mean, var, _ = self._buffers()
+        self.table[index, 0] = mean
+        self.table[index, 1] = var
+        self.table[index, 2] = uses
 
     def restore(self) -> None:
         if self._saved:
@@ -426,9 +449,10 @@ class _BatchNormFold:
                 buffer.copy_(saved)
             self.layer.momentum, self._saved = self._momentum, []
 
-    def fold(self) -> None:
+    def fold(self, ran: Sequence[bool]) -> None:
+        """Apply the statistics of the micro-batches in which the layer ran."""
         mean, var, count = self._buffers()
-        for own_mean, own_var in self.table.unbind(0):
+        for own_mean, own_var, _ in self.table[list(ran)].unbind(0):
             count += 1
             factor = 1 / int(count) if self._momentum is None else self._momentum
             mean.mul_(1 - factor).add_(own_mean, alpha=factor)

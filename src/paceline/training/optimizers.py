@@ -47,6 +47,14 @@ class TrainedOptimizer:
             if id(p) in owned
         ]
 
+    def clear_gradients(self) -> None:
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+            self.optimizer.zero_grad()
+            return
+        # As torch's, without its profiler record, which takes up to 20 us a step.
+        for p in self.parameters:
+            p.grad = None
+
 
 def trained_optimizers(
     models: list[torch.nn.Module],

@@ -523,7 +523,7 @@ class Step:
                     ends_epoch=self.ends_epoch,
                     where=self._where,
                 )
-        trained.optimizer.zero_grad()
+        trained.clear_gradients()
         clock.enter(OTHER)
 
     def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:
