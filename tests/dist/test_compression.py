@@ -211,3 +211,23 @@ def test_a_refused_state_changes_nothing() -> None:
 def test_the_state_of_other_buckets_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(_resume_with_other_buckets, str(tmp_path), nproc=2):
         assert "saved with bucket_mb=0.02" in message
+
+
+def _load_with_other_rank(job: Any) -> str:
+    def compression(rank: int) -> Any:
+        options = paceline.PowerSGD(rank=rank, start_step=2)
+        model: Any = paceline.ddp(job, torch.nn.Linear(64, 64), compress=options)
+        for _ in range(4):
+            model(torch.randn(4, 64)).sum().backward()
+        return model.compression
+
+    saved = compression(2).state_dict()
+    with pytest.raises(paceline.CheckpointError) as refused:
+        compression(4).load_state_dict(saved)
+    return str(refused.value)
+
+
+def test_the_state_of_another_rank_of_powersgd_is_refused() -> None:
+    for message in run_ranks(_load_with_other_rank, nproc=2):
+        assert "saved with rank 2" in message
+        assert "PowerSGD(rank=2)" in message

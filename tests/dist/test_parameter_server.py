@@ -5,6 +5,7 @@ Tests of one worker, or of the server alone, run it in this process. Those of fa
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -778,3 +779,28 @@ def test_the_example(tmp_path: Path) -> None:
     assert all("MiB" in output for output in outputs[1:])
     assert len(outputs) == 3
     assert (tmp_path / "runs/embeddings/model.pt").exists()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\5\0\0\0hello"])
+def test_another_service_at_the_port_of_a_server_is_no_server(
+    answer: bytes, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = other.accept()
+                except OSError:
+                    return  # the test has ended
+                with peer:
+                    peer.sendall(answer)
+                    peer.recv(1 << 16)
+
+        threading.Thread(target=serve, daemon=True).start()
+        file = tmp_path / "server.json"
+        port = other.getsockname()[1]
+        file.write_text(json.dumps({"host": "127.0.0.1", "port": port, "key": "x"}))
+        with pytest.raises(paceline.CollectiveTimeout, match="no parameter server answered"):
+            paceline.connect_server(str(file), timeout_s=1.0)
+        other.shutdown(socket.SHUT_RDWR)

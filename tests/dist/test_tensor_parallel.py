@@ -91,6 +91,56 @@ def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
             _assert_close(got, want)
 
 
+class _Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out_proj(self.q_proj(x) + self.k_proj(x) * self.v_proj(x))
+
+
+class _FlatBlock(nn.Module):
+    """A block as in OPT and BART: the layers of the MLP are its own children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _Projections()
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.fc2(torch.relu(self.fc1(self.norm2(x))))
+
+
+class _FlatNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_FlatBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _flat(job: Any, sequence: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    net, x = _FlatNet(), torch.randn(2, 8, 8)
+    with torch.no_grad():
+        want = net(x)
+        got = paceline.tensor_parallel(job, net, sequence=sequence)(x)
+    return got, want
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_directly_in_a_block_are_split(sequence: bool) -> None:
+    for nproc in (2, 4):
+        for got, want in run_ranks(_flat, sequence, nproc=nproc, mesh=Mesh(tp=nproc)):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def _tied(job: Any) -> Result:
     return _train(job, None, 3, plan={**PLAN, **VOCABULARY}, tied=True)
 

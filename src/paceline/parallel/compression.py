@@ -183,6 +183,7 @@ class Compression:
             errors[str(index)] = collectives.all_reduce(self._job, error / self._job.data.size)
         return {
             "bucket_mb": self._bucket_mb,
+            "rank": self._power.matrix_approximation_rank,
             "steps": self._power.iter,
             "errors": errors,
             "p": {str(index): p.clone() for index, p in self._power.p_memory_dict.items()},
@@ -193,7 +194,7 @@ class Compression:
         """Load the state of an earlier run; None starts anew.
 
         Raises:
-            CheckpointError: the gradients were in other buckets.
+            CheckpointError: the gradients were in other buckets, or the rank was another one.
         """
         if self._power is None:
             return
@@ -203,6 +204,13 @@ class Compression:
                 f"the state of PowerSGD was saved with bucket_mb={state['bucket_mb']:g}.",
                 why="it belongs to gradient buckets of that size.",
                 fix=f"paceline.ddp(..., bucket_mb={state['bucket_mb']:g}), or resume='never'.",
+            )
+        rank = self._power.matrix_approximation_rank
+        if (saved := state.get("rank", rank)) != rank:  # older checkpoints do not tell
+            raise CheckpointError(
+                f"the state of PowerSGD was saved with rank {saved}, and it has rank {rank} now.",
+                why="its matrices have as many columns as the rank.",
+                fix=f"compress=paceline.PowerSGD(rank={saved}), or resume='never'.",
             )
         self._power.iter = self._steps = state["steps"]
         self._power.error_dict = _by_index(state["errors"])

@@ -35,6 +35,7 @@ from paceline.parallel.parameter_frames import (
     replace_file,
 )
 
+_HELLO_BYTES = 1 << 24  # more is not the answer of a parameter server
 _LEAST_TIMEOUT_S = 4 * NOTICE_S  # a server that lets a client wait is heard in this time
 
 # What a server may answer instead of a value.
@@ -428,9 +429,12 @@ def _connect(file: Path, deadline: float, timeout_s: float) -> tuple[Connection,
             plain = socket.create_connection((host, port), left)
             connection = Connection(plain)
             connection.send({"key": key})
-            hello = connection.receive()[0]
-        except OSError as error:
-            # No file yet, or that of a server that has ended and may be started again.
+            hello, _ = connection.receive_header(_HELLO_BYTES)
+        except ConfigError:
+            raise  # the file is not that of a server
+        except (OSError, ValueError, RecursionError) as error:
+            # No file yet, or that of a server that has ended: it may be started again, or another service may
+            # have its port.
             reason = error
             if plain is not None:
                 plain.close()

@@ -165,9 +165,9 @@ class RankStages:
         return ConfigError(
             f"the `forward` of {type(self.module).__name__} raised StopIteration.",
             where=self._job.where(),
-            why="a module that is split has no parameters() during its `forward`, so "
-            "`next(self.parameters())` finds none.",
-            fix="take the dtype and the device from an argument of `forward`.",
+            why="the submodules of a module that is split are replaced during its `forward`, so for example "
+            "`next(self.parameters())` finds none. Or another iterator in it has ended.",
+            fix="take the dtype and the device from an argument of `forward`; see the cause above.",
         )
 
 

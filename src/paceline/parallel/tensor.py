@@ -339,9 +339,17 @@ def _split_sequence(
             return (gather(output[0]).to_local(), *output[1:])
         return gather(output).to_local()
 
-    for path in {name.rpartition(".")[0] for name, s in styles.items() if s == COLWISE}:
-        if enclosing(path, blocks):
-            module.get_submodule(path).register_forward_pre_hook(before(gather), with_kwargs=True)
+    gathering = set()
+    for name in (name for name, style in styles.items() if style == COLWISE):
+        parent = name.rpartition(".")[0]
+        # Layers directly in a block, such as fc1 beside a LayerNorm, gather one by one.
+        if parent in blocks or enclosing(parent, blocks):
+            gathering.add(name if parent in blocks else parent)
+    for path in gathering:
+        # Before torch's hook on the layer, which takes its input for a whole one.
+        module.get_submodule(path).register_forward_pre_hook(
+            before(gather), with_kwargs=True, prepend=True
+        )
     module.get_submodule(blocks[0]).register_forward_pre_hook(before(split), with_kwargs=True)
     module.get_submodule(blocks[-1]).register_forward_hook(after)
 
