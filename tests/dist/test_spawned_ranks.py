@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -28,6 +29,19 @@ def _fail_beside_a_sleeper(job: Job) -> None:
 def test_a_failure_is_raised_rather_than_who_waits_for_it() -> None:
     with pytest.raises(ValueError, match="the cause"):
         paceline.spawn(_fail_beside_a_sleeper, nproc=3, deadline_s=60)
+
+
+def _leave_beside_a_sleeper(job: Job) -> None:
+    if job.rank == 1:
+        os._exit(0)
+    _stand_about()
+
+
+@pytest.mark.ci
+def test_a_rank_that_ends_without_an_error_is_named_rather_than_one_that_is_ended() -> None:
+    with pytest.raises(LaunchFailed, match=r"rank 1 ") as caught:
+        paceline.spawn(_leave_beside_a_sleeper, nproc=2, deadline_s=60)
+    assert "did not finish" not in str(caught.value)
 
 
 class Sleepy(Dataset[int]):

@@ -533,6 +533,26 @@ def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.Mo
     assert len(reads) == len(set(reads)) > 0  # once for all ranks
 
 
+def test_a_rank_that_has_ended_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ranks = 100.0, [Asked(0), Asked(1)]
+    local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=pytest.fail)
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "paceline.watch.processes.read_process", lambda pid: process(ranks[pid].cpu_s, pid=pid)
+    )
+    reads = []
+    monkeypatch.setattr("paceline.watch.processes.read_children", lambda: reads.append(now) or {})
+    watch = HangWatch(local_ranks, after_s=60.0, ends=False)
+    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    watch.look(2)
+    ranks[1].returncode = 0
+    for _ in range(100):
+        now += 0.5
+        ranks[0].counts = (ranks[0].counts[0] + 1, 0)
+        watch.look(2)
+    assert reads == []
+
+
 def test_a_rank_reports_names_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flight_recorder.table()["missing"] == []
     monkeypatch.delattr(WORLD)

@@ -187,6 +187,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._local_ranks.ranks:
             self._local_ranks.start_again()
+        self._memory = read_memory()
         environments = {
             worker.local_rank: self._environment(worker_group, worker)
             for worker in worker_group.workers

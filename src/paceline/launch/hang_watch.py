@@ -152,7 +152,8 @@ class HangWatch:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         # Only if a rank is idle, since this reads all processes of the host.
-        idle = any(now - each.since > self._idle_s for each in self._activities.values())
+        activities = [self._activities.get(rank.local_rank) for rank in alive]
+        idle = any(each is not None and now - each.since > self._idle_s for each in activities)
         children = processes.read_children() if idle and not self._deadline else {}
         progressed = [self._sample(rank, now, children) for rank in alive]
         if any(progressed):

@@ -421,7 +421,8 @@ def _check(args: Namespace) -> None:
         raise ConfigError(
             "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
         )
-    if args.profile_steps and (args.no_python or not has_probe()):
+    no_python = args.no_python and not args.run_path
+    if args.profile_steps and (no_python or not has_probe()):
         raise ConfigError(
             "--profile-steps has no effect with --no-python or PACELINE_PROBE=0.",
             why="a thread in each rank takes the samples.",

@@ -66,11 +66,11 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     threads, reason = choose_threads(config.nproc_per_node)
     wrap = _numa(config)
     # Ranks that were started early have none of these settings.
-    needs_other_start = args.no_python or options.uses_logs or wrap is not None
+    needs_other_start = not options.is_python or options.uses_logs or wrap is not None
     if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
         local_ranks.end()
         environment = environment_of_ranks(threads)
-        if args.no_python:
+        if not options.is_python:
             environment["PACELINE_PRELOAD"] = "0"
         local_ranks.start(
             config.nproc_per_node,

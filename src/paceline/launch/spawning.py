@@ -107,8 +107,10 @@ def spawn(
     failed = [o for o in outcomes if o.error is not None]
     if failed:
         crash = find_first_failure(o.ended for o in failed if o.ended is not None)
-        # Without a crash no rank failed by itself: the deadline has passed.
-        first = failed[0] if crash is None else outcomes[crash.original.rank]
+        if crash is not None:
+            first = outcomes[crash.original.rank]
+        else:  # a rank that ended early, or else the deadline has passed
+            first = next((o for o in failed if o.ended is not None), failed[0])
         assert first.error is not None
         if type(first.error) is SystemExit:  # raised here, it would end the caller's process
             code = first.error.code

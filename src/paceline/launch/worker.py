@@ -108,7 +108,8 @@ class Control:
     def send(self, event: dict[str, Any]) -> bool:
         """Send an event to the launcher; False if that is not possible."""
         # The empty line ends anything that a script may have written here.
-        line = b"\n" + json.dumps(event).encode() + b"\n"
+        # A state of the script may hold any value, such as a NumPy number for the peer of a recv.
+        line = b"\n" + json.dumps(event, default=str).encode() + b"\n"
         try:
             with self._lock:
                 if self._is_ours():
