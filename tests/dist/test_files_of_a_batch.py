@@ -61,13 +61,14 @@ def test_a_step_enters_the_files_of_the_page_and_no_others(tmp_path: Path) -> No
     listed = main | set(re.findall(rf"^\| {FILE} \|", helpers, re.M))
     (written,) = re.findall(r"^\| steps after which .*", helpers, re.M)
     read_ahead = {"data/samples.py"}
+    if_others_are_late = {"shm/segment.py"}  # a rank sleeps in a collective, or wakes one that does
     in_each_step = {
         32: listed - read_ahead - {"clock/waits.py"},  # a model of less than 1 MiB
         20_000: listed - read_ahead - {"parallel/packed.py", "job/collectives.py"},
     }
     for width, files in in_each_step.items():
         for entered in run_ranks(_enters, width, str(tmp_path / str(width)), nproc=2):
-            assert files - set(entered) == set()
+            assert files - set(entered) <= if_others_are_late
             assert set(entered) - listed - _files_of(written) == set()
     said = re.search(r"(\d+) files with a model of up to 1 MiB, and (\d+) with a larger", helpers)
     assert said is not None

@@ -16,7 +16,7 @@ def test_spares_that_a_variable_of_the_script_spoils_are_ended_before_the_restar
     vars(local_ranks).update(
         ranks=[Mock(events=[{"event": "variable"}])],
         pump=pump,
-        signalled=lambda: False,
+        has_signal=lambda: False,
         _spares=spares,
         _spares_fit=True,
         _script_began=0.0,

@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
         # The store of the last round closes its port when the last reference to it is gone.
         torch_private.set_attribute(f"{_TORCH}._store", self, None)
         worker_group.store = None
-        if self._local_ranks.announced and not self._local_ranks.ranks:
+        if self._local_ranks.has_begun and not self._local_ranks.ranks:
             self._local_ranks.start_again()  # they import torch while the nodes meet
         rendezvous: Any = torch_private.find(f"{_TORCH}._rendezvous")
         with self._signals.interruptible():
@@ -131,8 +131,8 @@ class Agent(LocalElasticAgent):
                 self._exchange = NodeExchange(PrefixStore(prefix, store), node, nodes)
         if self._watch is not None:
             self._watch.exchange = self._exchange
-        if not self._local_ranks.announced:
-            self._local_ranks.announced = True
+        if not self._local_ranks.has_begun:
+            self._local_ranks.has_begun = True
             self._announce(worker_group, nodes)
         else:
             self._local_ranks.say(f"paceline: restarted ranks on this host: {self._pids()}\n")

@@ -359,8 +359,8 @@ class LocalRanks:
 
     Attributes:
         ranks: Those of the current round.
-        announced: Whether a round has begun.
-        signalled: Whether the launcher has received a signal.
+        has_begun: Whether a round has begun.
+        has_signal: Returns whether the launcher has received a signal.
     """
 
     def __init__(self, consoles: Consoles) -> None:
@@ -371,8 +371,8 @@ class LocalRanks:
             f"paceline: an error of Paceline itself, after which output may be missing: {error!r}\n"
         )
         self.ranks: list[Rank] = []
-        self.announced = False
-        self.signalled: Callable[[], bool] = lambda: False
+        self.has_begun = False
+        self.has_signal: Callable[[], bool] = lambda: False
         # Interpreters that have imported torch, and become the ranks after a restart.
         self._spares: list[Rank] = []
         self._spares_fit = True  # until the script sets a variable that their imports read
@@ -577,7 +577,7 @@ class LocalRanks:
 
     @property
     def _stalled_s(self) -> float:
-        return _STALLED_SIGNAL_S if self.signalled() else _STALLED_S
+        return _STALLED_SIGNAL_S if self.has_signal() else _STALLED_S
 
     def forget(self) -> None:
         """Forget ended ranks."""

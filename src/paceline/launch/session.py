@@ -94,7 +94,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         os._exit(128 + number)
 
     received_signals = signals.Signals(stuck, wake=local_ranks.wake)
-    local_ranks.signalled = lambda: bool(received_signals.received)
+    local_ranks.has_signal = lambda: bool(received_signals.received)
     try:
         numbers = signals.parse(config.signals_to_handle)
     except ValueError as error:
@@ -200,10 +200,10 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
         f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
         f"{config.min_nodes} to {config.max_nodes} nodes"
     )
-    if local_ranks.announced and isinstance(error, RendezvousClosedError):
+    if local_ranks.has_begun and isinstance(error, RendezvousClosedError):
         local_ranks.say("paceline: another node has ended the job; its launcher reports why\n")
         return ExitCode.FAILED
-    if local_ranks.announced:
+    if local_ranks.has_begun:
         lost = LaunchFailed(
             f"the rendezvous was lost: {type(error).__name__}",
             where=where,

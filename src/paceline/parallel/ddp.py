@@ -347,7 +347,7 @@ class DDPStrategy(Strategy):
         super().backward(loss, weight, micro, inputs)
 
     def finish(self, optimizer: Optimizer) -> None:
-        self._refuse_changes(optimizer)
+        self._check_if_changed(optimizer)
         for wrapper in self._wrappers_of[id(optimizer)]:
             _refuse_unused(self._job, wrapper)
 
@@ -380,7 +380,7 @@ class DDPStrategy(Strategy):
             if compression is not None:  # else the training no longer compresses
                 compression.load_state_dict(each)
 
-    def _refuse_changes(self, optimizer: Optimizer) -> None:
+    def _check_if_changed(self, optimizer: Optimizer) -> None:
         parameters = owned_parameters(optimizer)
         shape = (len(parameters), sum(p.grad is not None for p in parameters))
         if shape != self._shapes.get(id(optimizer)):

@@ -84,7 +84,8 @@ def fsdp(
             model. None finds it: the class that is repeated in a `ModuleList` or `Sequential` and holds
             most parameters. Without one all parameters are gathered together. Rank 0 logs the choice.
         param_dtype: The dtype of gathered parameters, and so of the computation, such as torch.bfloat16.
-            Sharded parameters, sums of gradients and the optimizer keep their own dtype. None: that too.
+            Sharded parameters, sums of gradients and the optimizer keep their own dtype. None: gathered
+            parameters keep theirs too.
         reshard_after_forward: Whether parameters of a block are freed after its forward and gathered again
             for its backward. False needs memory for all parameters and saves one gather.
         prefetch: How many following blocks are gathered while one computes, besides what torch does by

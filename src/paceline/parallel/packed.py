@@ -71,7 +71,7 @@ class PackedStrategy(DDPStrategy):
 
     def finish(self, optimizer: Optimizer) -> None:
         """Sum the gradients over ranks. A parameter that only some micro-batches used is summed too."""
-        self._refuse_changes(optimizer)
+        self._check_if_changed(optimizer)
         self._bypass(False)
         for wrapper in self._wrappers:
             known = known_parameters(wrapper)

@@ -96,7 +96,8 @@ class Strategy:
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
         """Whether models that are wrapped like these can be trained by this strategy.
 
-        Of several that fit, one is derived from all others, and is used.
+        If several fit, the most derived class is used, so a strategy that overlaps another one must be
+        derived from it.
         """
         return job.world_size == 1 and not any(map(is_sharded, models))
 
@@ -224,5 +225,6 @@ class Strategy:
         """Load what `state_dict` returned in an earlier run, on any number of ranks."""
 
 
-# In any order. fsdp.py adds its own, since importing FSDP2 takes 0.5 s.
+# Filled on import: training.py adds those of one process and of DDP; fsdp.py and pipeline.py add their own,
+# since importing FSDP2 takes 0.5 s. The order has no meaning.
 STRATEGIES: list[type[Strategy]] = []
