@@ -44,7 +44,7 @@ with paceline.join(seed=3) as job:
     def score(model, batch):
         return {{"error": (model(batch[0]).squeeze(1) - batch[1]).abs().sum() {score}}}
     paceline.evaluate(job, model, Points(), score)
-    training.export("weights.pth")
+    training.export("weights.pth", number=0)
 """
 PLAIN = {
     "wrapped": "paceline.ddp(job, net)",

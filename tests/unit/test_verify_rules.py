@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
-from paceline.audit import audit, evidence, record_data, replay
+from paceline.audit import audit, evidence, record_data, record_loop, replay
 from paceline.audit.audit import judge
 from paceline.audit.digests import digest, exact_parts, numbers_drawn
 from paceline.audit.events import (
@@ -1120,3 +1120,51 @@ def test_a_pass_is_cut_when_the_last_steps_begin(
             cuts.append(progress.steps)
     assert cuts == [cut_at]
     assert progress.steps == cut_at + 10
+
+
+def test_consequences_of_consequences_are_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(case: Case) -> FaultFound:
+        return FaultFound(what="", at="", why="", fix="", evidence="", effect="")
+
+    rules = (
+        Rule("root", fault),
+        Rule("middle", fault, consequence_of=("root",)),
+        Rule("leaf", fault, consequence_of=("middle",)),
+    )
+    monkeypatch.setattr(audit, "RULES", rules)
+    monkeypatch.setattr(audit, "_judge", lambda rule, case: rule.judge(case))
+    found = judge(cast(Any, None))
+    assert [name for name, each in found.items() if isinstance(each, FaultFound)] == ["root"]
+
+
+def test_numbers_of_numpy_are_numbers_in_an_event() -> None:
+    event = PassBegun(loader="a", pass_number=0, epoch=cast(int, np.int64(3)))
+    again = PassBegun.from_json(event.to_json())
+    assert isinstance(again, PassBegun)
+    assert again.epoch == 3
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "meta"])
+def test_samples_are_counted_in_the_first_dense_input(kind: str) -> None:
+    make = {
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor(
+            [torch.ones(2), torch.ones(3)], layout=torch.jagged
+        ),
+        "meta": lambda: torch.empty(4, device="meta"),
+    }
+    count, rows = record_loop._samples((make[kind](), torch.ones(5, 2)))
+    assert count == len(rows or ()) == 5
+
+
+def test_a_subset_of_a_dataset_without_a_length_has_no_root_samples(tmp_path: Path) -> None:
+    class Endless:
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    recorder = Recorder(tmp_path, 0)
+    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), recorder, 0)
+    hooks = record_data.DataHooks(progress)
+    subset = torch.utils.data.Subset(cast(Any, Endless()), range(8))
+    seen = hooks._describe(DataLoader(subset, batch_size=4))
+    assert (seen.samples, seen.root_samples, seen.batches) == (8, None, 2)

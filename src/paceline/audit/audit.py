@@ -112,9 +112,10 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
         for name, each in found.items():
             if isinstance(each, FaultFound):
                 found[name] = replace(each, is_note=False)
+    faults = {name for name, each in found.items() if _is_fault(each)}
     for rule in RULES:
         fault = found.get(rule.name)
-        causes = [name for name in rule.consequence_of if _is_fault(found.get(name))]
+        causes = [name for name in rule.consequence_of if name in faults]
         if isinstance(fault, FaultFound) and causes:
             found[rule.name] = NotJudged(f"it may be a consequence of: {', '.join(causes)}.")
     if not any(map(_is_fault, found.values())):

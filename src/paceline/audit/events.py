@@ -13,6 +13,11 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 Digests = dict[str, int]  # by the name of a tensor
 
 
+def _as_json(value: Any) -> Any:
+    """A number of NumPy or torch as a number of Python, such as an epoch; other values as text."""
+    return value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else str(value)
+
+
 @dataclass_transform(
     kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,)
 )
@@ -30,7 +35,7 @@ class Event:
 
     def to_json(self) -> str:
         """One line, without the newline."""
-        return json.dumps({"event": type(self).__name__, **vars(self)}, default=str)
+        return json.dumps({"event": type(self).__name__, **vars(self)}, default=_as_json)
 
     @staticmethod
     def from_json(line: str) -> Event:

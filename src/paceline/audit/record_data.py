@@ -247,9 +247,10 @@ class DataHooks:
         settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
         iterable = isinstance(dataset, IterableDataset)
         sized: Any = dataset if hasattr(dataset, "__len__") and not iterable else None
+        root: Any = None if sized is None else _root(sized)[0]
         try:
             batches = self._count(loader)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, NotImplementedError):
             batches = None  # an iterable dataset, or a sampler without a length
         seen = LoaderSeen(
             loader=name,
@@ -264,7 +265,7 @@ class DataHooks:
             of_library=not _is_of_script(type(dataset)),
             split=digest(list(dataset.indices)) if isinstance(dataset, Subset) else None,
             samples=None if sized is None else len(sized),
-            root_samples=None if sized is None else len(_root(sized)[0]),
+            root_samples=len(root) if hasattr(root, "__len__") else None,
             batches=batches,
             persistent=loader.persistent_workers,
             built=self._built.get(loader, ""),

@@ -412,16 +412,18 @@ class LoopHooks:
 
 
 def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
-    """The number of samples in a forward's inputs and the digest of each, by its first tensor."""
-    tensors = _tensors(inputs)
-    if not tensors:
+    """The number of samples in a forward's inputs and the digest of each, by its first dense tensor."""
+    found = _tensors(inputs)
+    first = next((x for x in found if x.layout is torch.strided and not x.is_nested), None)
+    if first is None:
         return None, None
-    return len(tensors[0]), digest_rows(tensors[0][:_MAX_ROWS])
+    return len(first), digest_rows(first[:_MAX_ROWS])
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
-    """The tensors with dimensions. A number may count the samples of all ranks."""
-    return [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    """The tensors with dimensions and data. A number may count the samples of all ranks."""
+    found = (x for x in leaves(inputs) if isinstance(x, torch.Tensor) and not x.is_meta)
+    return [x for x in found if x.dim()]
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -215,8 +215,10 @@ class PacelineHooks:
     ) -> None:
         report(training, None if folder is None else self._redirect(folder), **options)
 
-    def export(self, export: Callable[..., None], training: Training, path: Any) -> None:
-        export(training, self._redirect(path))
+    def export(
+        self, export: Callable[..., None], training: Training, path: Any, **options: Any
+    ) -> None:
+        export(training, self._redirect(path), **options)
 
     def build_checkpoints(
         self, init: Callable[..., None], checkpoints: Any, folder: Any, **options: Any
