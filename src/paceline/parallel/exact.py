@@ -104,7 +104,8 @@ class ExactStrategy(DDPStrategy):
 
     def _trained(self) -> list[torch.Tensor]:
         """The parameters of the optimizers that have a gradient now; some may be frozen or added later."""
-        return [p for p in owned_parameters(*self._optimizers) if p.requires_grad]
+        trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
+        return list(trained.values())  # once, if several optimizers own one
 
     def _sum_of_trained(self) -> ExactSum:
         return ExactSum(self._job, self._trained(), most_micro_batches=self._most_micro_batches)
