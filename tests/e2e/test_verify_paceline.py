@@ -86,11 +86,18 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("bound", "trains_on"),
-    [("epochs=9, until=21", True), ("epochs=4", False)],
+    ("bound", "after", "trains_on"),
+    [
+        ("epochs=9, until=21", "", True),
+        ("epochs=4", "", False),
+        ("epochs=9", "if step.number == 20: step.stop(now=True)", False),
+    ],
 )
-def test_a_script_that_trains_on_is_named(bound: str, trains_on: bool, tmp_path: Path) -> None:
-    code, facts = verify(tmp_path, bound=bound)  # 5 steps an epoch, of which 20 are watched
+def test_a_script_that_trains_on_is_named(
+    bound: str, after: str, trains_on: bool, tmp_path: Path
+) -> None:
+    # 5 steps an epoch, of which 20 are watched.
+    code, facts = verify(tmp_path, bound=bound, after=after)
     assert (code, facts["verdict"]) == (0, "sound")
     notes = [
         "the script trains on after the 20 steps that were watched, and a fault that comes later is not "

@@ -628,7 +628,9 @@ def _learns_a_temperature(own: list[int]) -> list[Event]:
         events += [
             ForwardEnded(trains=True, sync=True, steps_done=number - 1, params={"w": number}),
             BackwardBegun(steps_done=number - 1),
-            OptimizerStepBegun(step=number, at="t.py:8", grads=grads, lrs=[0.1], others=others),
+            OptimizerStepBegun(
+                step=number, at="t.py:8", grads=grads, lrs=[0.1], outside_models=others
+            ),
             OptimizerStepEnded(step=number, params={"w": number + 1, "t": value}),
         ]
     return events

@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit.events import Event, NotReduced
 from paceline.audit.models import Models, ddp_of, inner_of
+from paceline.audit.progress import Progress
+from paceline.audit.record_loop import LoopHooks
+from paceline.audit.run_plan import RunPlan
 
 
 class Wrapper(nn.Module):
@@ -61,6 +64,27 @@ def test_a_part_of_a_model_is_not_the_model() -> None:
     assert inner_of(model) is model
     model.module = DistributedDataParallel(nn.Linear(2, 2))
     assert ddp_of(model) is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_pretrains_alone_numbers_the_training_as_the_others(tmp_path: Path) -> None:
+    numbers = []
+    for steps in (0, 3):
+        recorder: Any = SimpleNamespace(write=lambda event: None)
+        progress = Progress(RunPlan(tmp_path, "mirrored", 2, 20), recorder, 0)
+        models = Models(recorder)
+        hooks, optimizer = LoopHooks(progress, models), object()
+        for _ in range(steps):
+            models.on_call(nn.Linear(2, 1), trains=True)
+            progress.on_step(optimizer)
+        model = DistributedDataParallel.__new__(DistributedDataParallel)
+        hooks.build_ddp(DistributedDataParallel.__init__, model, nn.Linear(2, 1))
+        number = models.on_call(model, trains=True)
+        progress.on_step(optimizer)
+        progress.on_no_grad_forward(of_trained=True)
+        numbers.append((progress.steps, progress.evaluation, number))
+        models.ddp.clear()  # torch keeps the hooks of `models`, and with them its ports
+    assert numbers == [(1, 101, 0)] * 2
 
 
 @pytest.mark.usefixtures("one_rank")

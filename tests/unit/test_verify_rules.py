@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
@@ -26,6 +27,7 @@ from paceline.audit.digests import digest, exact_parts, numbers_drawn
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
+    Clipped,
     CollectiveBegun,
     CollectiveEnded,
     DDPBuilt,
@@ -51,7 +53,7 @@ from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
-from paceline.audit.record import Recorder
+from paceline.audit.record import Recorder, intercept
 from paceline.audit.record_collectives import CollectiveHooks
 from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
@@ -426,16 +428,17 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
 def test_the_gradient_of_each_optimizer_is_compared(
     tmp_path: Path, sizes: list[float], found: type, whose: str
 ) -> None:
-    step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[0.1], base=0.0, grads={})
+    steps = [OptimizerStepBegun(step=1, lrs=[0.1], grads={f"w{n}": 1}) for n in range(len(sizes))]
     first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
-    events = [first, BackwardBegun(at="t.py:1"), *[step] * len(sizes)]
     runs = []
     for mode, count in (("solo", 1), ("mirrored", 2)):
         (tmp_path / mode).mkdir()
         for number, size in enumerate(sizes):
             gradients = {"w": torch.ones(3) * (size if mode == "mirrored" else 1.0)}
             torch.save(gradients, tmp_path / mode / f"gradients-{number}-0.pt")
-        made = run(mode, *[events] * count)
+        # Of the first optimizer only.
+        clip = Clipped(norm=5 * (sizes[0] if mode == "mirrored" else 1.0), names=["w0"])
+        made = run(mode, *[[first, BackwardBegun(at="t.py:1"), clip, *steps]] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
     assert isinstance(judged, found)
@@ -640,6 +643,32 @@ def test_only_the_error_that_ended_the_script_is_blamed_on_bitwise() -> None:
         with pytest.raises(Refused) as refused:
             refuse(Run(plan, [RankLog(0, [mode, *failed], [])], 1))
         assert refused.value.fix == fix
+
+
+class Halving(lr_scheduler.StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+
+
+def test_a_schedule_with_a_step_of_its_own_is_recorded_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    restarts = lr_scheduler.CosineAnnealingWarmRestarts
+    monkeypatch.setattr(lr_scheduler.LRScheduler, "__init__", lr_scheduler.LRScheduler.__init__)
+    for kind in (lr_scheduler.LRScheduler, restarts, Halving):
+        monkeypatch.setattr(kind, "step", kind.step)
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), recorder, 0)
+    hooks = record_loop.LoopHooks(progress, cast(Any, None))
+    intercept("__init__", hooks.build_schedule, lr_scheduler.LRScheduler)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for schedule in (restarts(optimizer, 3), Halving(optimizer, 2)):
+        optimizer.step()
+        schedule.step()
+        (event,) = events
+        assert isinstance(event, ScheduleStepped)
+        events.clear()
 
 
 def test_a_schedule_in_a_run_without_a_step() -> None:
@@ -895,9 +924,21 @@ def test_outliers() -> None:
 def test_half_a_line_ends_the_log(tmp_path: Path) -> None:
     line = RankStarted(cores=[1]).to_json()
     (tmp_path / "rank0.jsonl").write_text(f"{line}\n{line[:9]}")
-    (event,) = evidence.read(tmp_path, 2)[0].events
+    (event,) = evidence.read_logs(tmp_path, 2)[0].events
     assert (type(event), event.to_json()) == (RankStarted, line)
-    assert evidence.read(tmp_path, 2)[1].events == []
+    assert evidence.read_logs(tmp_path, 2)[1].events == []
+
+
+def test_a_training_before_the_first_ddp_is_left_out(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    pass_, batch = PassBegun(loader="a"), BatchGiven(loader="a")
+    before = [SeedSet(), pass_, batch, BackwardBegun(), OptimizerStepEnded(step=9)]
+    after = [DDPBuilt(ranks=2), batch, OptimizerStepEnded(step=1)]
+    for event in (*before, *after):
+        recorder.write(event)
+    log = evidence.read_logs(tmp_path, 1)[0]
+    assert list(map(type, log.events)) == [SeedSet, *map(type, after)]
+    assert (log.steps, log.passes) == (1, {})
 
 
 LOGITS = torch.randn(6, 3, requires_grad=True)

@@ -78,12 +78,11 @@ def audit(
     replay = None
     if mode is not None:
         replay, why = _usable(run(mode), ordinary)
-    only_solo_weights = None
+    same_weights = None
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
-        evaluated = run("evaluated")
-        is_whole = not (evaluated.hung or evaluated.out_of_time or evaluated.returncode)
-        only_solo_weights = evaluated if is_whole else None
-    case = Case(solo, ordinary, replay, why, only_solo_weights)
+        made = run("same-weights")
+        same_weights = None if made.hung or made.out_of_time or made.returncode else made
+    case = Case(solo, ordinary, replay, why, same_weights)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)
@@ -138,7 +137,7 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
     if sharded and not has_whole and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
-    if rule.compares_weights and case.updates_apart:
+    if rule.compares_weights and case.updates_differ:
         return NotJudged("each rank updates other parameters, so their steps cannot be compared.")
     try:
         return rule.judge(case)

@@ -1,4 +1,4 @@
-"""Digests of nested values (samples, batches, tensors) and of the states of random generators."""
+"""Digests of nested values (samples, batches, tensors); the states of random generators and their seeds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from paceline.data.digest import bytes_of, has_content
 # Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
 _MT_WORDS = 624
+
+manual_seed = torch.manual_seed  # not the recording one that replaces it
 
 
 def digest(value: Any) -> int:
@@ -58,6 +60,13 @@ def _is_exact(leaf: Any) -> bool:
         return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
     kind = getattr(getattr(leaf, "dtype", None), "kind", None)
     return kind == "i" if kind is not None else isinstance(leaf, int | str)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    manual_seed(seed)
 
 
 def random_states(holder: Any = None) -> dict[str, int]:

@@ -83,7 +83,7 @@ class ProcessStarted(Event):
     """The script started a process with `multiprocessing`."""
 
 
-class TrainsOn(Event):
+class TrainingContinues(Event):
     """The script would train on after the wanted steps."""
 
 
@@ -329,6 +329,7 @@ class Clipped(Event):
 
     norm: float | None = None  # their norm; None if unknown
     max_norm: float | None = None  # the one that they were clipped to; None if unknown
+    names: list[str] = field(default_factory=list)  # of their parameters
     scale: float = 1.0  # the loss scale that they still had
 
 
@@ -351,7 +352,7 @@ class OptimizerStepBegun(Event):
     state: int = 0  # the digest of the optimizer's state
     # The digests of trained parameters that no forward shows: no called model has them. With DDP, from the
     # second step of a parameter on, and only if models were updated since its latest step.
-    others: Digests = field(default_factory=dict)
+    outside_models: Digests = field(default_factory=dict)
 
 
 class OptimizerStepEnded(Event):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -29,6 +29,7 @@ from paceline.audit.events import (
     GradientsCleared,
     LoaderSeen,
     ModelSeen,
+    NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -44,6 +45,17 @@ E = TypeVar("E", bound=Event)
 
 # What changes gradients and weights after a backward.
 UpdateCall = Unscaled | Clipped | ScalerStepped | OptimizerStepBegun
+
+# What a rank does in a loop.
+_OF_LOOP = (
+    EventInStep
+    | BackwardEnded
+    | CollectiveEnded
+    | GradientsCleared
+    | NumberRead
+    | OptimizerStepEnded
+    | UpdateCall
+)
 
 # Where a rank waits for others: a collective of the script, or of DDP in a forward or a backward.
 Call = CollectiveBegun | ForwardBegun | BackwardBegun
@@ -68,15 +80,15 @@ class TrainingLoaders:
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
         self.last: str | None = None
-        self._together: list[str] = []  # the loaders of the batches since the latest forward
+        self._unused: list[str] = []  # the loaders of the batches since the latest forward
         self._used = False
         self._times: Counter[str] = Counter()
 
     def on_batch(self, loader: str) -> None:
         """Note a batch."""
         if self._used:
-            self._together, self._used = [], False
-        self._together.append(loader)
+            self._unused, self._used = [], False
+        self._unused.append(loader)
         self.last = loader
 
     def on_forward(self) -> None:
@@ -85,10 +97,20 @@ class TrainingLoaders:
 
     def on_backward(self) -> None:
         """Note a backward."""
-        self._times.update(set(self._together))
-        for name in self._together:
+        self._times.update(set(self._unused))
+        for name in self._unused:
             if name == self.last or self._times[name] > 1:
                 self.names[name] = None
+
+    def read(self, events: Iterable[Event], *, used: bool = True) -> None:
+        """Note what a rank did. `used`: whether the backwards count."""
+        for event in events:
+            if isinstance(event, BatchGiven):
+                self.on_batch(event.loader)
+            elif isinstance(event, ForwardBegun):
+                self.on_forward()
+            elif isinstance(event, BackwardBegun) and used:
+                self.on_backward()
 
 
 @dataclass
@@ -111,7 +133,7 @@ class Update:
 
 
 @dataclass
-class Together:
+class SharedTraining:
     """What a rank trains together with others: they exchange its gradients, or parts of the model."""
 
     models: set[int] = field(default_factory=set)
@@ -163,7 +185,7 @@ class RankLog:
                 inside.append(event if event.sends_buffers else None)
         return inside[-1]
 
-    @property
+    @cached_property
     def layouts(self) -> set[str]:
         """The layouts of models whose parameters are DTensors: "data", "parts"."""
         return {event.layout for event in self.of(ModelSeen) if event.layout}
@@ -200,7 +222,7 @@ class RankLog:
         last: list[Event] = self.of(OptimizerStepEnded, PassBegun, EndedByVerify)[-2:]
         return [type(event) for event in last] == [OptimizerStepEnded, EndedByVerify]
 
-    @property
+    @cached_property
     def training_forwards(self) -> list[ForwardEnded]:
         """The forwards with gradient of models in training mode, in order."""
         return [event for event in self.of(ForwardEnded) if event.trains]
@@ -220,7 +242,7 @@ class RankLog:
         """The first backward; one without facts if there is none."""
         return self.first(BackwardBegun) or BackwardBegun()
 
-    @property
+    @cached_property
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
         return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))
@@ -231,7 +253,7 @@ class RankLog:
         before = reversed(self.before_backward)
         return list(takewhile(lambda event: not isinstance(event, BatchGiven), before))[::-1]
 
-    @property
+    @cached_property
     def updates(self) -> list[Update]:
         """The updates. A backward after `zero_grad` begins a new one."""
         found: list[Update] = []
@@ -263,11 +285,14 @@ class RankLog:
                 after.append(event)
             elif isinstance(event, PassBegun):
                 found[event.loader, event.pass_number] = Pass(event)
+            elif not isinstance(event, PassExhausted | BatchGiven):
+                continue
+            elif (own := found.get((event.loader, event.pass_number))) is None:
+                continue  # it began before the first DDP
             elif isinstance(event, PassExhausted):
-                found[event.loader, event.pass_number].ended = True
-            elif isinstance(event, BatchGiven):
+                own.ended = True
+            else:
                 after = []
-                own = found[event.loader, event.pass_number]
                 own.batches.append(event)
                 own.backwards.append(after)
         return found
@@ -287,23 +312,17 @@ class RankLog:
     def training_loaders(self) -> list[str]:
         """The loaders whose batches the script trains on."""
         found = TrainingLoaders()
-        for event in self.events:
-            if isinstance(event, BatchGiven):
-                found.on_batch(event.loader)
-            elif isinstance(event, ForwardBegun):
-                found.on_forward()
-            elif isinstance(event, BackwardBegun):
-                found.on_backward()
+        found.read(self.events)
         return list(found.names)
 
     @cached_property
-    def together(self) -> Together:
+    def shared_training(self) -> SharedTraining:
         """What is trained in shards, or in steps with a forward of a DDP or a collective after a backward.
 
         A script may also train a model on each rank alone, such as one to compare with.
         """
         is_sharded = bool(self.layouts)
-        found, loaders = Together(is_any=is_sharded), TrainingLoaders()
+        found, loaders = SharedTraining(is_any=is_sharded), TrainingLoaders()
         steps: list[list[Event]] = [[]]
         for event in self.events:
             steps[-1].append(event)
@@ -320,13 +339,7 @@ class RankLog:
                     for a, b in pairwise(calls)
                 )
             )
-            for event in events:
-                if isinstance(event, BatchGiven):
-                    loaders.on_batch(event.loader)
-                elif isinstance(event, ForwardBegun):
-                    loaders.on_forward()
-                elif isinstance(event, BackwardBegun) and is_exchanged:
-                    loaders.on_backward()
+            loaders.read(events, used=is_exchanged)
             if is_exchanged:
                 found.is_any = True
                 found.models.update(event.model for event in forwards)
@@ -381,7 +394,7 @@ class Run:
         return min((log.steps for log in self.ranks), default=0)
 
 
-def read(folder: Path, world_size: int) -> list[RankLog]:
+def read_logs(folder: Path, world_size: int) -> list[RankLog]:
     """The logs of a run's ranks; empty for a rank that wrote nothing."""
     logs = []
     for rank in range(world_size):
@@ -393,32 +406,16 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
                     fetches.append(event)
                 else:
                     events.append(event)
-        logs.append(RankLog(rank, events, fetches))
-    return _align(logs)
+        logs.append(RankLog(rank, _without_pretraining(events), fetches))
+    return logs
 
 
-def _align(logs: list[RankLog]) -> list[RankLog]:
-    """Count the steps that some ranks took before the first DDP, as to pretrain, on the other ranks too."""
-    if not all(log.first(DDPBuilt) for log in logs):
-        return logs
-    before = [list(takewhile(lambda e: not isinstance(e, DDPBuilt), log.events)) for log in logs]
-    alone = [
-        max((e.step for e in own if isinstance(e, OptimizerStepEnded)), default=0) for own in before
-    ]
-    aligned = []
-    for log, own, steps in zip(logs, before, alone, strict=True):
-        after = [_later(event, max(alone) - steps) for event in log.events[len(own) :]]
-        aligned.append(replace(log, events=own + after))
-    return aligned
-
-
-def _later(event: Event, steps: int) -> Event:
-    """The event, so many steps later."""
-    if isinstance(event, EventInStep):
-        return replace(event, steps_done=event.steps_done + steps)
-    if isinstance(event, OptimizerStepBegun | OptimizerStepEnded):
-        return replace(event, step=event.step + steps)
-    return event
+def _without_pretraining(events: list[Event]) -> list[Event]:
+    """The events without a training before the first DDP, as some ranks may do one alone."""
+    before = list(takewhile(lambda event: not isinstance(event, DDPBuilt), events))
+    if len(before) == len(events) or not any(isinstance(e, OptimizerStepEnded) for e in before):
+        return events
+    return [event for event in before if not isinstance(event, _OF_LOOP)] + events[len(before) :]
 
 
 def _events(path: Path) -> Iterator[Event]:

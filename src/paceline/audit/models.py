@@ -36,7 +36,7 @@ class Models:
         self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
         self._names: dict[int, str] = {}
         # Parameters that no called model has. A script may make new ones for each batch, so weak references.
-        self._others: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+        self._outside: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
         self._shapes: Counter[str] = Counter()
         self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}
@@ -60,6 +60,12 @@ class Models:
             self._trained.update(id(parameter) for parameter in inner.parameters())
         return number
 
+    def restart(self) -> None:
+        """Number the models anew."""
+        self._roots.clear()
+        self._names.clear()
+        self._trained.clear()
+
     def is_trained(self, root: torch.nn.Module) -> bool:
         """Whether a model, or one that it is a part of, has been called in training, or is wrapped in DDP."""
         inner = inner_of(root)
@@ -79,11 +85,11 @@ class Models:
         """The full name of a parameter of any model; the shape and a number if no called model has it."""
         if self.has(parameter):
             return self._names[id(parameter)]
-        if parameter not in self._others:
+        if parameter not in self._outside:
             shape = f"a parameter of shape {list(parameter.shape)}"
             number = self._shapes[shape] = self._shapes[shape] + 1
-            self._others[parameter] = shape if number == 1 else f"{shape} ({number})"
-        return self._others[parameter]
+            self._outside[parameter] = shape if number == 1 else f"{shape} ({number})"
+        return self._outside[parameter]
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether a model that was called has this parameter."""

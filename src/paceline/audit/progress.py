@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.audit.events import EndedByVerify, TrainsOn
+from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
 from paceline.audit.run_plan import REPLAYS, RunPlan
@@ -40,8 +40,9 @@ class Progress:
     """The state that the hooks of one rank share.
 
     Attributes:
-        steps: Rounds of updates; one round is one update of each optimizer.
-        wanted: The steps after which the training ends; those before the first DDP do not count.
+        steps: Rounds of updates; one round is one update of each optimizer. A training before the first DDP,
+            which rank 0 may do alone, does not count.
+        wanted: The steps after which the training ends.
         updates: Steps of all optimizers.
         uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
@@ -60,7 +61,6 @@ class Progress:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
         self.wanted = plan.steps
-        self._alone = 0  # the steps before the first DDP, which rank 0 may take alone
         self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluation: int | None = None
         self._last_evaluation = 0
@@ -84,7 +84,7 @@ class Progress:
     @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
-        return self.steps - self._alone >= self.wanted
+        return self.steps >= self.wanted
 
     def cuts_pass(self, batches: int) -> bool:
         """Whether to end a pass of so many batches here, to see the next one begin: the run ends before it.
@@ -95,7 +95,7 @@ class Progress:
         if self.plan.mode in REPLAYS or self.loaders_of_step:
             return False
         if self.plan.mode == "solo":
-            at, end = self._alone + self.wanted - self.plan.last_steps, self.wanted
+            at, end = self.wanted - self.plan.last_steps, self.wanted
         elif self.plan.cut_at is not None:
             at = end = self.plan.cut_at
         else:
@@ -106,9 +106,11 @@ class Progress:
         self._cut_at = self.steps
         return True
 
-    def on_first_ddp(self) -> None:
-        """Note that the ranks train together from now on."""
-        self._alone = self.steps
+    def restart(self) -> None:
+        """Count steps and evaluations anew: the ranks train together from now on."""
+        self.steps = self._last_evaluation = 0
+        self._round.clear()
+        self._stepped.clear()
 
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
@@ -180,11 +182,11 @@ class Progress:
         self.steps, self._round = number, {optimizer}
         self.shared_batch.end()
         is_fast = self._is_fast()
-        in_last = self.steps - self._alone + self.plan.last_steps == self.wanted
+        in_last = self.steps + self.plan.last_steps == self.wanted
         if in_last and self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
         grace = _GRACE_STEPS if self.loaders_of_step else 0
-        if self.steps - self._alone > self.wanted + grace and not self.uses_paceline:
+        if self.steps > self.wanted + grace and not self.uses_paceline:
             self.end()
         self.loaders_of_step.clear()
 
@@ -200,7 +202,7 @@ class Progress:
             Enough: a rank of this host has evaluated since then.
         """
         if not self._empty_passes:
-            self.recorder.write(TrainsOn())
+            self.recorder.write(TrainingContinues())
         self._empty_passes += 1
         if self._evaluated_after.exists() or self._empty_passes > _MAX_EMPTY_PASSES:
             self.end()
@@ -211,6 +213,6 @@ class Progress:
         Raises:
             Enough: always.
         """
-        self.recorder.write(TrainsOn())
+        self.recorder.write(TrainingContinues())
         self.recorder.write(EndedByVerify())
         raise Enough

@@ -27,7 +27,7 @@ from paceline.audit.events import (
     PassExhausted,
     PassLeft,
     SamplesLoaded,
-    TrainsOn,
+    TrainingContinues,
 )
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, intercept_private, is_user_code, user_line
@@ -169,7 +169,7 @@ class DataHooks:
             if not _is_in_loop(frame):
                 self._progress.end()
             if of.num_batches < batches:
-                self._recorder.write(TrainsOn())
+                self._recorder.write(TrainingContinues())
             return PassEndedByVerify
         may_cut = (
             of.num_batches > 0

@@ -29,7 +29,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
 from paceline.audit import replay
-from paceline.audit.digests import digest, digest_rows, leaves, numbers_drawn, random_states
+from paceline.audit.digests import (
+    digest,
+    digest_rows,
+    leaves,
+    manual_seed,
+    numbers_drawn,
+    random_states,
+)
 from paceline.audit.events import (
     BackwardBegun,
     BackwardEnded,
@@ -59,7 +66,6 @@ from paceline.parallel.modules import owned_parameters
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 512
-_manual_seed = torch.manual_seed  # not the recording one that replaces it
 
 
 def install(progress: Progress, models: Models) -> None:
@@ -71,7 +77,7 @@ def install(progress: Progress, models: Models) -> None:
     intercept("register_comm_hook", hooks.register_comm_hook, DistributedDataParallel)
     intercept("backward", hooks.backward, torch.autograd)
     for name in ("item", "__float__", "__int__"):
-        intercept(name, hooks.read, torch.Tensor)
+        intercept(name, hooks.read_number, torch.Tensor)
     register_optimizer_step_pre_hook(hooks.before_step)
     register_optimizer_step_post_hook(hooks.after_step)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -81,7 +87,7 @@ def install(progress: Progress, models: Models) -> None:
     intercept("__init__", hooks.build_optimizer, Optimizer)
     intercept("__init__", hooks.build_schedule, lr_scheduler.LRScheduler)
     for schedule in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
-        intercept("step", hooks.step_schedule, schedule)
+        hooks.watch_schedule(schedule)
     for owner, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer")):
         intercept("load_state_dict", partial(hooks.load, what), owner)
         intercept("zero_grad", hooks.zero_grad, owner)
@@ -111,7 +117,8 @@ class LoopHooks:
         self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._unscaled: set[int] = set()  # parameters, since the scaler's last update
-        self._building_schedule = Nesting()
+        self._schedules: set[type] = set()  # the classes whose `step` is recorded
+        self._in_schedule = Nesting()
         self._loading = Nesting()
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -158,7 +165,7 @@ class LoopHooks:
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         draws = None if drawn_from is None else numbers_drawn(drawn_from, torch.get_rng_state())
         if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
-            _manual_seed(_FORWARD_SEED + self._forwards)
+            manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         evaluation = None if torch.is_grad_enabled() else self._progress.evaluation
         samples, rows = _samples(inputs)
@@ -198,8 +205,10 @@ class LoopHooks:
     ) -> None:
         with self._building_ddp:
             init(model, *args, **kwargs)
-        if not self._models.ddp:
-            self._progress.on_first_ddp()
+        if not self._models.ddp and self._progress.steps:
+            self._progress.restart()
+            self._models.restart()
+            self._forwards = self._first_steps = 0
         self._recorder.write(DDPBuilt(at=user_line(), ranks=model.process_group.size()))
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
@@ -284,7 +293,7 @@ class LoopHooks:
                 grads={name: digest(g) for name, g in gradients.items()},
                 norms={name: _norm(g) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
-                others=self._others([p for p, _ in trained]),
+                outside_models=self._digest_outside([p for p, _ in trained]),
             )
         )
         if step == 1:
@@ -295,16 +304,16 @@ class LoopHooks:
                 torch.save(local, self._progress.plan.folder / name)
             self._first_steps += 1
 
-    def _others(self, trained: list[torch.Tensor]) -> Digests:
-        """The digests for `OptimizerStepBegun.others`.
+    def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:
+        """The digests for `OptimizerStepBegun.outside_models`.
 
         What is optimized for one batch, such as an adversarial perturbation, is a rank's own: it is new for
         each batch, and steps without the models.
         """
-        others = [p for p in trained if not self._models.has(p)]
-        self._model_updates += len(others) < len(trained)
+        outside = [p for p in trained if not self._models.has(p)]
+        self._model_updates += len(outside) < len(trained)
         digests = {}
-        for p in others if self._models.ddp else ():
+        for p in outside if self._models.ddp else ():
             if self._stepped_at.get(p, self._model_updates) < self._model_updates:
                 digests[self._models.name_of(p)] = digest(p)
             self._stepped_at[p] = self._model_updates
@@ -333,6 +342,7 @@ class LoopHooks:
                 at=user_line(),
                 norm=None if result is None else float(result),
                 max_norm=max_norm,
+                names=[self._models.name_of(p) for p in parameters if p.grad is not None],
                 scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
             )
         )
@@ -372,18 +382,29 @@ class LoopHooks:
             self._unscaled.update(id(p) for p in owned_parameters(optimizer))
         return result
 
-    def build_schedule(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self._building_schedule:
-            init(*args, **kwargs)  # it calls step()
+    def watch_schedule(self, kind: type) -> None:
+        """Record the steps of this class of schedules."""
+        if "step" in vars(kind) and kind not in self._schedules:
+            self._schedules.add(kind)
+            intercept("step", self.step_schedule, kind)
+
+    def build_schedule(
+        self, init: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        for kind in type(schedule).__mro__:
+            self.watch_schedule(kind)
+        with self._in_schedule:
+            init(schedule, *args, **kwargs)  # it calls step()
 
     def step_schedule(
         self, step: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        result = step(schedule, *args, **kwargs)
-        if not self._building_schedule.depth:
+        with self._in_schedule as is_outermost:
+            result = step(schedule, *args, **kwargs)
+        if is_outermost:
             metric = None
             if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-                metric = float(args[0] if args else kwargs["metrics"])
+                metric = float(next(iter((*args, *kwargs.values()))))
             self._recorder.write(
                 ScheduleStepped(at=user_line(), steps_done=self._progress.steps, metric=metric)
             )
@@ -400,7 +421,7 @@ class LoopHooks:
             self._recorder.write(StateLoaded(at=user_line(), what=what))
         return result
 
-    def read(self, read: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    def read_number(self, read: Callable[..., Any], tensor: torch.Tensor) -> Any:
         value = read(tensor)
         evaluation = self._progress.evaluation
         if evaluation is None or tensor.requires_grad:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import random
 import socket
 import sys
 import warnings
@@ -16,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import SpawnContext
 
+from paceline.audit.digests import seed_all
 from paceline.audit.events import (
     CompileCalled,
     ExitCalled,
@@ -64,10 +63,7 @@ def install(progress: Progress, models: Models, control: object) -> None:
     )
     # For a script that sets no seed, so that its runs can be compared. In the ordinary run each rank has its
     # own seed, as it would have without `verify`.
-    seed = _SEED + (progress.rank if progress.plan.mode == "ordinary" else 0)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy.random.seed(seed)
+    seed_all(_SEED + (progress.rank if progress.plan.mode == "ordinary" else 0))
     # torch warns about module hooks under torch.compile at each call; a script may turn that into an error.
     warnings.filterwarnings(
         "ignore", message=r"Using `torch.compile\(module\)` when there are global"

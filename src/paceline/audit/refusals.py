@@ -123,7 +123,7 @@ def refuse_other_steps(case: Case) -> None:
     Raises:
         Refused: with both numbers.
     """
-    if case.updates_apart:
+    if case.updates_differ:
         return
     planned = case.ordinary.plan.steps  # a loader that is built later may cause one more step
     solo_steps = min(planned, case.solo.steps)

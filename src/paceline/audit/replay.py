@@ -2,7 +2,7 @@
 
 The solo run saves its batches as files, and its weights in each evaluation with a result: a value that the
 script reduces, gathers or reads. In a mirrored run each rank gets the whole batch; in a divided run each rank
-gets a part of it; an evaluated run gets the weights only. Data and weights are then equal, so the script
+gets a part of it; a same-weights run gets the weights only. Data and weights are then equal, so the script
 causes every remaining difference.
 """
 
@@ -139,5 +139,5 @@ def replayed_loaders(plan: RunPlan) -> dict[str, LoaderSeen]:
     """The training loaders of the solo run, by name; empty if this run is no replay."""
     if plan.solo is None or plan.mode not in REPLAYS:
         return {}
-    solo = evidence.read(plan.solo, 1)[0]
+    solo = evidence.read_logs(plan.solo, 1)[0]
     return {name: solo.loaders[name] for name in solo.training_loaders}

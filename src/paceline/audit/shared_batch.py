@@ -8,13 +8,12 @@ running scale. A replay cannot show that, because its ranks have equal samples f
 from __future__ import annotations
 
 import os
-import random
 import time
 from typing import Any
 
-import numpy
 import torch
 
+from paceline.audit.digests import seed_all
 from paceline.audit.run_plan import RunPlan
 from paceline.job import rng
 
@@ -23,7 +22,6 @@ _STEPS_BEFORE = 8
 # The ranks wait this long for the batch of rank 0, which may get other batches than they do.
 _WAIT_S, _POLL_S = 5.0, 0.01
 _SEED = 8_000_009
-_manual_seed = torch.manual_seed  # not the recording one that replaces it
 
 
 class SharedBatch:
@@ -58,7 +56,8 @@ class SharedBatch:
                 return batch
             time.sleep(_POLL_S)
         if not self.is_given:
-            self._seed()
+            self._random_state = rng.snapshot(_device())
+            seed_all(_SEED)
         self.is_given = True
         # A rank of this run wrote the file; a batch may contain any objects.
         return batch if self._rank == 0 else torch.load(path, weights_only=False)
@@ -69,12 +68,6 @@ class SharedBatch:
         if self._random_state is not None:
             rng.restore(_device(), self._random_state)
             self._random_state = None
-
-    def _seed(self) -> None:
-        self._random_state = rng.snapshot(_device())
-        random.seed(_SEED)
-        numpy.random.seed(_SEED)
-        _manual_seed(_SEED)
 
 
 def _device() -> torch.device:

@@ -32,7 +32,7 @@ P = TypeVar("P", bound=PointEvent)
 _RTOL = 1e-3
 # A difference is relative to the size of the number, or to this part of the largest one so far if that is
 # more: a loss near zero has a large relative rounding error.
-_FLOOR = 1e-3
+_LEAST_SCALE = 1e-3
 _MAX_IDS = 5
 _BEFORE = "what was compared before was equal"
 _WHY = {
@@ -152,11 +152,11 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         bitwise: Whether every bit must be equal.
     """
     one, *others = runs
-    counts = [run.plan.world_size for run in runs]
+    sizes = [run.plan.world_size for run in runs]
     points = _points(one)
     trainings = one.ranks[0].of(TrainingBuilt)
     how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
-    listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
+    listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
     steps = [step for run in runs for log in run.ranks for step in log.of(TrainingStep)]
     if any(step.dropout_off for step in steps):
@@ -174,10 +174,12 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         with_scores=not unknown,
     )
     for run in others:
-        for a, b in zip(points, _points(run), strict=True):
-            difference = search.first_difference(a, b)
+        for first, point in zip(points, _points(run), strict=True):
+            difference = search.first_difference(first, point)
             if difference is not None:
-                at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training]).at
+                at = (
+                    first.ranks[0] if point.kind == "evaluation" else trainings[first.training]
+                ).at
                 why = _WHY[difference.quantity]
                 found = replace(result, verdict="fault", at=at, difference=difference, why=why)
                 return replace(found, equal=search.equal(), unknown=unknown)
@@ -196,11 +198,11 @@ def _count(points: list[Point], kind: str) -> int:
 def _why_not_comparable(one: list[Point], other: list[Point], count: int, others: int) -> str:
     """Why two runs cannot be compared point by point; empty if they can."""
     for kind in ("step", "evaluation"):
-        a, b = _count(one, kind), _count(other, kind)
-        if a != b:
+        number, others_number = _count(one, kind), _count(other, kind)
+        if number != others_number:
             return (
-                f"the script makes {a} {kind}{'s' * (a != 1)} with {processes(count)} and {b} with "
-                f"{others}: the number depends on the number of processes."
+                f"the script makes {number} {kind}{'s' * (number != 1)} with {processes(count)} and "
+                f"{others_number} with {others}: the number depends on the number of processes."
             )
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
@@ -259,7 +261,7 @@ class _Search:
     def __init__(self, rtol: float, *, with_values: bool, with_scores: bool) -> None:
         self._rtol, self._with_values, self._with_scores = rtol, with_values, with_scores
         # Only a bitwise comparison compares the tensors of a step.
-        self._exact = None if rtol else 0.0
+        self._tensor_rtol = None if rtol else 0.0
         self._times: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
         self._scale: dict[tuple[int, str], float] = {}
@@ -278,61 +280,65 @@ class _Search:
             lines.append(f"{quantity}: {times} compared{near}")
         return lines
 
-    def first_difference(self, a: Point, b: Point) -> Difference | None:
+    def first_difference(self, one: Point, other: Point) -> Difference | None:
         """The first difference between two points, in the order of the script."""
-        found = next(self._differences(a, b), None)
+        found = next(self._differences(one, other), None)
         if found is None:
             return None
-        return replace(found, step=a.step, counts=found.counts or (len(a.ranks), len(b.ranks)))
+        return replace(
+            found, step=one.step, counts=found.counts or (len(one.ranks), len(other.ranks))
+        )
 
-    def _differences(self, a: Point, b: Point) -> Iterator[Difference]:
-        if a.kind == "evaluation":
-            yield from self._evaluations(a, b)
+    def _differences(self, one: Point, other: Point) -> Iterator[Difference]:
+        if one.kind == "evaluation":
+            yield from self._evaluations(one, other)
             return
-        if a.kind == "step":
-            yield from self._samples(a, b)
+        if one.kind == "step":
+            yield from self._samples(one, other)
             if self._with_values:
-                yield from self._number("loss", (a.loss, b.loss), training=a.training)
-                grads = a.of(TrainingStep)[0].grads, b.of(TrainingStep)[0].grads
+                yield from self._number("loss", (one.loss, other.loss), training=one.training)
+                grads = one.of(TrainingStep)[0].grads, other.of(TrainingStep)[0].grads
                 x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
-                yield from self._number("gradient norm", (x, y), training=a.training)
-                yield from self._tensors("gradient", *grads, rtol=self._exact)
-        own, other = a.of(WeightsAt)[0].params, b.of(WeightsAt)[0].params
-        for rank, event in enumerate(b.of(WeightsAt)[1:], 1):
-            for found in self._tensors("parameter of ranks", other, event.params, rtol=0.0):
+                yield from self._number("gradient norm", (x, y), training=one.training)
+                yield from self._tensors("gradient", *grads, rtol=self._tensor_rtol)
+        params, others = one.of(WeightsAt)[0].params, other.of(WeightsAt)[0].params
+        for rank, event in enumerate(other.of(WeightsAt)[1:], 1):
+            for found in self._tensors("parameter of ranks", others, event.params, rtol=0.0):
                 yield replace(found, counts=(0, rank))
-        for event in b.of(WeightsAt):
+        for event in other.of(WeightsAt):
             if not isinstance(event, TrainingStep):
-                yield from self._tensors("weights at the start", own, event.params, rtol=self._rtol)
+                yield from self._tensors(
+                    "weights at the start", params, event.params, rtol=self._rtol
+                )
             elif self._with_values:
-                yield from self._tensors("parameter", own, event.params, rtol=self._exact)
-                buffers = a.of(TrainingStep)[0].buffers
-                yield from self._tensors("buffer", buffers, event.buffers, rtol=self._exact)
+                yield from self._tensors("parameter", params, event.params, rtol=self._tensor_rtol)
+                buffers = one.of(TrainingStep)[0].buffers
+                yield from self._tensors("buffer", buffers, event.buffers, rtol=self._tensor_rtol)
 
-    def _samples(self, a: Point, b: Point) -> Iterator[Difference]:
-        one, other = a.ids, b.ids
-        if not one and not other:
+    def _samples(self, one: Point, other: Point) -> Iterator[Difference]:
+        ids = one.ids, other.ids
+        if not any(ids):
             return  # not recorded in either run, so nothing was compared
         self._times["samples of a step"] += 1
-        if one != other:
-            only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
+        if ids[0] != ids[1]:
+            only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in (ids, ids[::-1])]
             yield Difference("samples", "ids", (only[0], only[1]))
 
-    def _evaluations(self, a: Point, b: Point) -> Iterator[Difference]:
-        first = a.of(Evaluated)[0]
+    def _evaluations(self, one: Point, other: Point) -> Iterator[Difference]:
+        first = one.of(Evaluated)[0]
         samples = first.samples
-        for event in b.of(Evaluated):
+        for event in other.of(Evaluated):
             quantity = "samples of an evaluation"
             self._times[quantity] += 1
             if event.samples != samples:
                 yield Difference(quantity, "", (samples, event.samples))
             for name, x in first.values.items() if self._with_scores else ():
                 y = event.values.get(name, math.nan)
-                floor = 0.0
+                least = 0.0
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):
                     # Rounding may change the prediction for one sample.
-                    floor = 1 / (samples * self._rtol)
-                yield from self._number("evaluation", (float(x), float(y)), name=name, floor=floor)
+                    least = 1 / (samples * self._rtol)
+                yield from self._number("evaluation", (float(x), float(y)), name=name, least=least)
 
     def _number(
         self,
@@ -341,20 +347,20 @@ class _Search:
         *,
         training: int = 0,
         name: str = "",
-        floor: float | None = None,
+        least: float | None = None,
     ) -> Iterator[Difference]:
-        """The difference of two numbers, relative to the larger one or to `floor` if that is more.
+        """The difference of two numbers, relative to the larger one or to `least` if that is more.
 
-        By default, `floor` is the part `_FLOOR` of the largest such number of the training so far.
+        By default, `least` is the part `_LEAST_SCALE` of the largest such number of the training so far.
         """
         self._times[quantity] += 1
-        if floor is None:
+        if least is None:
             key = training, quantity
             largest = max(self._scale.get(key, 0.0), *map(abs, pair))
-            self._scale[key], floor = largest, _FLOOR * largest
+            self._scale[key], least = largest, _LEAST_SCALE * largest
         x, y = pair
         is_equal = x == y or (math.isnan(x) and math.isnan(y))
-        relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
+        relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), least, 1e-30)
         self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
         if not relative <= self._rtol:
             yield Difference(quantity, name, pair, relative)

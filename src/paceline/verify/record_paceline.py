@@ -24,9 +24,9 @@ from paceline.audit.events import (
     NotBitwise,
     Summary,
     TrainingBuilt,
+    TrainingContinues,
     TrainingStarted,
     TrainingStep,
-    TrainsOn,
 )
 from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
@@ -40,6 +40,7 @@ from paceline.job.mesh import Mesh
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training import evaluation, trainer
+from paceline.training.step import Step
 from paceline.training.training import Training
 
 _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -70,6 +71,7 @@ def install(progress: Progress) -> None:
     intercept("__init__", hooks.build_training, Training)
     intercept("steps", hooks.steps, Training)
     intercept("_commit", hooks.commit, Training)
+    intercept("stop", hooks.stop, Step)
     intercept("report", hooks.report, Training)
     intercept("export", hooks.export, Training)
     intercept("__init__", hooks.build_checkpoints, manager.Checkpoints)
@@ -88,6 +90,7 @@ class PacelineHooks:
         self._gradients: dict[int, Summary] = {}
         self._num_redirected = 0
         self._is_dropout_off = False
+        self._is_stopped = False  # whether a step of the current loop was the last by `Step.stop`
 
     def resolve(
         self, resolve: Callable[..., Mesh], mesh: Mesh, world_size: int, local_world_size: int
@@ -166,6 +169,7 @@ class PacelineHooks:
     ) -> Iterator[Any]:
         most = self._progress.plan.steps
         self._ids.clear()
+        self._is_stopped = False
         for step in steps(training, epochs, until=most if until is None else min(until, most)):
             if training.number == 0:
                 number = self._numbers[training]
@@ -173,10 +177,15 @@ class PacelineHooks:
                 self._recorder.write(TrainingStarted(training=number, params=params))
             self._gradients.clear()
             yield step
-        if training.number >= most and not (
-            training._control.agreed.stop or training._is_finished(epochs, until)
-        ):
-            self._recorder.write(TrainsOn())
+        ends = (epochs is not None and training.position.epoch >= epochs) or (
+            until is not None and training.number >= until
+        )
+        if training.number >= most and not (ends or self._is_stopped):
+            self._recorder.write(TrainingContinues())
+
+    def stop(self, stop: Callable[..., None], step: Step, **options: Any) -> None:
+        self._is_stopped = True
+        stop(step, **options)
 
     def commit(
         self, commit: Callable[..., None], training: Training, step: Any, *args: Any, **kwargs: Any

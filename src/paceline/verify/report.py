@@ -19,7 +19,7 @@ from paceline.audit.events import (
     ForwardBegun,
     SeedSet,
     TrainingBuilt,
-    TrainsOn,
+    TrainingContinues,
 )
 from paceline.audit.evidence import Run
 from paceline.audit.rules.rule import FaultFound, NoFault, NotJudged
@@ -56,7 +56,7 @@ def notes_on(solo: Run) -> list[str]:
             "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
             "in the ordinary run a different one on each rank, else one for all."
         )
-    if log.of(TrainsOn):
+    if log.of(TrainingContinues):
         watched = solo.plan.steps if uses_paceline else solo.steps
         notes.append(
             f"the script trains on after the {watched} steps that were watched, and a fault that comes "

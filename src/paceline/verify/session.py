@@ -133,7 +133,7 @@ def _run(plan: RunPlan, options: VerifyOptions) -> Run:
     finally:
         ranks.end()
     text = output.read_text(errors="replace")[-_OUTPUT_CHARS:]
-    logs = evidence.read(plan.folder, plan.world_size)
+    logs = evidence.read_logs(plan.folder, plan.world_size)
     return Run(plan, logs, ranks.returncode, text, end == "hung", end == "out of time")
 
 

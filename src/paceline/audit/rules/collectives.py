@@ -25,15 +25,15 @@ from paceline.errors import name_ranks
 
 def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
-    if case.updates_apart:
+    if case.updates_differ:
         return NotJudged(
             "not every rank takes the same steps, so they were not ended after the same one."
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
     steps = case.ordinary.plan.steps if cut else math.inf
-    each = [_sequence(log, case.world_size, steps) for log in case.ranks]
-    for number in range(max(map(len, each))):
-        calls = [own[number] if number < len(own) else None for own in each]
+    sequences = [_sequence(log, case.world_size, steps) for log in case.ranks]
+    for number in range(max(map(len, sequences))):
+        calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
         kinds = [None if call is None else _kind(call) for call in calls]
         if len(set(kinds)) == 1:
             continue
@@ -46,10 +46,10 @@ def unmatched_collective(case: Case) -> Judgement:
         if absent and failed and not all(_failed_in_collective(log) for log in failed):
             return NotJudged("the script failed before its end.")
         # Earlier calls at different lines: the extra call was paired with another call of its kind.
-        while number and len({own[number - 1].at for own in each}) > 1:
+        while number and len({sequence[number - 1].at for sequence in sequences}) > 1:
             number -= 1
-        return _fault(case, each, number)
-    for calls_of_all in zip(*each, strict=True):
+        return _fault(case, sequences, number)
+    for calls_of_all in zip(*sequences, strict=True):
         lines = {call.at for call in calls_of_all}
         if len(lines) > 1 and op_of(calls_of_all[0]) == "all_reduce":
             return NotJudged(
@@ -57,7 +57,7 @@ def unmatched_collective(case: Case) -> Judgement:
                 "reduce the same quantity is not known.",
                 is_open=True,
             )
-    return NoFault(f"all ranks entered the same {len(each[0])} collectives in the same order.")
+    return NoFault(f"all ranks entered the same {len(sequences[0])} collectives in the same order.")
 
 
 def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
@@ -96,9 +96,9 @@ def _failed_in_collective(log: RankLog) -> bool:
     return any(isinstance(e, CollectiveEnded | BackwardEnded) and e.raised for e in last)
 
 
-def _fault(case: Case, each: list[list[Call]], number: int) -> FaultFound:
-    calls = [own[number] if number < len(own) else None for own in each]
-    ranks = _ranks_with_extra_call(each, calls, number)
+def _fault(case: Case, sequences: list[list[Call]], number: int) -> FaultFound:
+    calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
+    ranks = _ranks_with_extra_call(sequences, calls, number)
     call = calls[ranks[0]]
     assert call is not None
     unequal = _unequal_pass(case)
@@ -138,16 +138,16 @@ def _fault(case: Case, each: list[list[Call]], number: int) -> FaultFound:
 
 
 def _ranks_with_extra_call(
-    each: list[list[Call]], calls: list[Call | None], number: int
+    sequences: list[list[Call]], calls: list[Call | None], number: int
 ) -> list[int]:
     keys = [_key(call) for call in calls]
     # The next call of a rank with an extra call is the call that the other ranks are in.
     extra = [
         rank
-        for rank, own in enumerate(each)
+        for rank, sequence in enumerate(sequences)
         if calls[rank] is not None
-        and (number + 1 >= len(own) or _key(own[number + 1]) in keys)
-        and keys.count(keys[rank]) < len(each)
+        and (number + 1 >= len(sequence) or _key(sequence[number + 1]) in keys)
+        and keys.count(keys[rank]) < len(sequences)
     ]
     # Every rank takes part in DDP's reduction, so the extra call is the one of the script.
     manual = [rank for rank, call in enumerate(calls) if call and isinstance(call, CollectiveBegun)]
@@ -155,9 +155,9 @@ def _ranks_with_extra_call(
         extra = manual
     # DDP broadcasts buffers in a forward; in an evaluation on one rank, only that rank does.
     sending = [rank for rank, call in enumerate(calls) if call and isinstance(call, ForwardBegun)]
-    if 0 < len(sending) < len(each):
+    if 0 < len(sending) < len(sequences):
         extra = sending
-    ranks = extra if 0 < len(extra) < len(each) else outliers(keys)
+    ranks = extra if 0 < len(extra) < len(sequences) else outliers(keys)
     entered = [rank for rank, call in enumerate(calls) if call is not None]
     return [rank for rank in ranks if rank in entered] or entered
 
@@ -179,8 +179,8 @@ def _unequal_pass(case: Case) -> tuple[list[int], LoaderSeen, list[int]] | None:
     """The ranks whose pass over a training loader ended early, the loader, and the batches of each rank."""
     for log in case.ranks:
         for key, own in log.passes.items():
-            each = [other.passes.get(key) for other in case.ranks]
-            given = [len(other.batches) if other else 0 for other in each]
+            passes = [other.passes.get(key) for other in case.ranks]
+            given = [len(other.batches) if other else 0 for other in passes]
             if own.ended and len(own.batches) < max(given) and key[0] in log.training_loaders:
                 short = [rank for rank, n in enumerate(given) if n == len(own.batches)]
                 return short, log.loaders[key[0]], given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,10 +40,10 @@ def evaluated_twice(case: Case) -> Judgement:
         return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
     unclear = False
     for (number, loader, _), of_ranks in ordinary.items():
-        each = [rows for rows in of_ranks if rows]
-        if all(Counter(rows) == Counter(each[0]) for rows in each):
+        parts = [rows for rows in of_ranks if rows]
+        if all(Counter(rows) == Counter(parts[0]) for rows in parts):
             continue  # every rank evaluates all samples, or one rank does
-        distinct, total = set[Any]().union(*each), sum(map(len, each))
+        distinct, total = set[Any]().union(*parts), sum(map(len, parts))
         if total == len(distinct):
             continue
         # The data may contain equal samples, as the solo run shows.
@@ -82,7 +82,7 @@ def evaluated_twice(case: Case) -> Judgement:
             why="the sampler gives every rank the same number of samples, and repeats some to get there.",
             fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
             "surplus after gathering.",
-            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
+            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in parts)} samples, "
             f"{len(distinct)} of them different",
             effect=f"{100 * surplus / total:.2g}% of the evaluated samples count twice",
             is_note=surplus <= _SMALL_SHARE * total,
@@ -110,9 +110,9 @@ def _of_both_runs(case: Case) -> list[tuple[Evaluation, list[Evaluation]]]:
     if case.with_solo_weights is None:
         return []
     solo = case.solo.ranks[0].evaluations
-    each = [log.evaluations for log in case.with_solo_weights.ranks]
-    numbers = [number for number in each[0] if number in solo]
-    return [(solo[n], [own.get(n, Evaluation()) for own in each]) for n in numbers]
+    evaluations = [log.evaluations for log in case.with_solo_weights.ranks]
+    numbers = [number for number in evaluations[0] if number in solo]
+    return [(solo[n], [found.get(n, Evaluation()) for found in evaluations]) for n in numbers]
 
 
 def _pairs(one: Evaluation, ranks: list[Evaluation]) -> list[Pair]:
@@ -121,15 +121,13 @@ def _pairs(one: Evaluation, ranks: list[Evaluation]) -> list[Pair]:
 
 def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:
     """What each rank evaluated, by evaluation, loader and pass."""
-    each = [
-        {
-            (number, *key): rows
-            for number, own in log.evaluations.items()
-            for key, rows in own.rows.items()
-        }
-        for log in ranks
-    ]
-    return {key: [own.get(key, []) for own in each] for key in sorted(set().union(*each))}
+    found: defaultdict[tuple[int, str, int], list[list[Any]]]
+    found = defaultdict(lambda: [[] for _ in ranks])
+    for log in ranks:
+        for number, evaluation in log.evaluations.items():
+            for key, rows in evaluation.rows.items():
+                found[number, *key][log.rank] = rows
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
@@ -173,16 +171,16 @@ class _Result:
 def _results_of_gathers(case: Case) -> list[_Result]:
     """What all ranks computed in each evaluation of the replay after a gather."""
     results = []
-    for one, each in _of_both_runs(case):
-        own = each[0]
-        rows = [row for every in each for part in every.rows.values() for row in part]
-        if not rows or not own.gathers or set(rows) != set().union(*one.rows.values()):
+    for one, evaluations in _of_both_runs(case):
+        first = evaluations[0]
+        rows = [row for every in evaluations for part in every.rows.values() for row in part]
+        if not rows or not first.gathers or set(rows) != set().union(*one.rows.values()):
             continue  # another part of the data
-        for at, numbers in own.numbers.items():
-            if at in one.numbers and all(every.numbers.get(at) == numbers for every in each):
+        for at, numbers in first.numbers.items():
+            if at in one.numbers and all(every.numbers.get(at) == numbers for every in evaluations):
                 results.append(
                     _Result(
-                        gather=own.gathers[-1],
+                        gather=first.gathers[-1],
                         at=at,
                         solo=sum(one.numbers[at]),
                         value=sum(numbers),
@@ -337,11 +335,15 @@ def metric_of_one_rank(case: Case) -> Judgement:
     return NoFault("no rank took a metric of its own part of the evaluated samples.")
 
 
-def _is_mean_of_own_samples(each: list[Evaluation], index: int, expected: list[float]) -> bool:
+def _is_mean_of_own_samples(
+    evaluations: list[Evaluation], index: int, expected: list[float]
+) -> bool:
     """Whether the ranks' values, weighted by their samples, give the mean of one process."""
-    calls = [reduction.call for own in each for reduction in own.reductions[index : index + 1]]
+    calls = [
+        reduction.call for own in evaluations for reduction in own.reductions[index : index + 1]
+    ]
     values = [call.values for call in calls if call.values]
-    counts = [own.num_samples for own in each]
+    counts = [own.num_samples for own in evaluations]
     total = sum(counts)
     if not total or len(values) < len(counts):
         return False

@@ -18,6 +18,7 @@ from paceline.audit.events import (
     DDPBuilt,
     Digests,
     ForwardEnded,
+    OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -52,9 +53,11 @@ def scaled_gradient(case: Case) -> Judgement:
     if run is None or why:
         return _scale_by_weight(case, why)
     optimizers = max(1, len(case.solo.ranks[0].optimizer_steps(1)))
-    each = [_judge_optimizer(case, run, number) for number in range(optimizers)]
+    judgements = [_judge_optimizer(case, run, number) for number in range(optimizers)]
     # After the first, a gradient may depend on random numbers since its forward: only a clear factor counts.
-    return next((own for own in each if isinstance(own, FaultFound)), each[0])
+    return next(
+        (judgement for judgement in judgements if isinstance(judgement, FaultFound)), judgements[0]
+    )
 
 
 def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
@@ -69,7 +72,7 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     if one.keys() != other.keys() or not size or not other_size:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
     cosine = float(vectors[0] @ vectors[1]) / (size * other_size)
-    clips = [_clip(each.ranks[0]) for each in (case.solo, run)]
+    clips = [_clip(each.ranks[0], number) for each in (case.solo, run)]
     norms = [clip.norm for clip in clips if clip is not None and clip.norm]
     if len(norms) == len(clips):
         size, other_size = norms  # clipping gives both the same norm
@@ -113,9 +116,12 @@ def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([*gradients.values(), torch.empty(0)])
 
 
-def _clip(log: RankLog) -> Clipped | None:
-    """The first clipping in the first update."""
-    return next((call for call in log.first_update.calls if isinstance(call, Clipped)), None)
+def _clip(log: RankLog, number: int) -> Clipped | None:
+    """The first clipping of gradients that an optimizer got in step 1."""
+    step = next(iter(log.optimizer_steps(1)[number:]), OptimizerStepBegun())
+    before = takewhile(lambda event: event is not step, log.events)
+    clips = (event for event in before if isinstance(event, Clipped))
+    return next((clip for clip in clips if step.grads.keys() & clip.names), None)
 
 
 def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
@@ -180,7 +186,7 @@ def _total_weight(run: Run) -> float | None:
     """The total weight of the losses of step 1 in the gradient that the optimizer gets."""
     weight = _weight_of_ranks(run)
     backwards = [event for log in run.ranks for event in log.first_update.backwards]
-    is_clipped = _clip(run.ranks[0]) is not None and not run.ranks[0].of(DDPBuilt)
+    is_clipped = _clip(run.ranks[0], 0) is not None and not run.ranks[0].of(DDPBuilt)
     if weight is None or is_clipped or not all(event.terms for event in backwards):
         return None
     return weight * sum(event.total_weight for event in backwards)
@@ -191,10 +197,10 @@ def _weight_of_ranks(run: Run) -> float | None:
     if run.ranks[0].of(DDPBuilt):
         return None if run.ranks[0].of(CommHookSet) else 1 / len(run.ranks)
     final = run.gradients()
-    each = [run.local_gradients(log.rank) for log in run.ranks]
-    if not final or not all(final.keys() <= own.keys() for own in each):
+    gradients = [run.local_gradients(log.rank) for log in run.ranks]
+    if not final or not all(final.keys() <= gradient.keys() for gradient in gradients):
         return None
-    rows = [_flat({name: own[name] for name in final}) for own in each]
+    rows = [_flat({name: gradient[name] for name in final}) for gradient in gradients]
     if any(len(row) != len(_flat(final)) for row in rows):
         return None  # shards
     matrix = torch.stack(rows)
@@ -387,12 +393,14 @@ def _loss_of_first_batch(case: Case) -> Judgement:
 
 def _loss_of_shared_batch(case: Case) -> FaultFound | None:
     """After some steps with their own samples, the ranks compute different losses from one batch."""
-    each = [_shared_batch(log) for log in case.ranks]
-    begins = [[(e.model, e.params, e.inputs, e.random) for e in forwards] for forwards, _ in each]
-    backwards = [backward for _, backward in each if backward is not None]
+    batches = [_shared_batch(log) for log in case.ranks]
+    begins = [
+        [(e.model, e.params, e.inputs, e.random) for e in forwards] for forwards, _ in batches
+    ]
+    backwards = [backward for _, backward in batches if backward is not None]
     losses = _finite_losses(backwards)
     is_same = bool(begins[0]) and all(own == begins[0] for own in begins)
-    if not is_same or len(losses) < len(each) or _are_close(losses, _EQUAL_LOSS):
+    if not is_same or len(losses) < len(batches) or _are_close(losses, _EQUAL_LOSS):
         return None
     fault = _loss_fault(
         backwards[0],
@@ -460,9 +468,9 @@ def mean_of_means(case: Case) -> Judgement:
     if not found and _weight_of_ranks(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
-        together = list(zip(*(log.updates for log in case.ranks), strict=False))
-        steps = len(together)
-        for number, updates in enumerate(together, 1):
+        of_all = list(zip(*(log.updates for log in case.ranks), strict=False))
+        steps = len(of_all)
+        for number, updates in enumerate(of_all, 1):
             pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
             if pair is not None:
                 limit = _SMALL_FACTOR if _batches_differ(case, number) else _SMALL_CHANCE

@@ -224,7 +224,7 @@ def same_noise(case: Case) -> Judgement:
         return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    models = sorted(case.ranks[0].together.models)
+    models = sorted(case.ranks[0].shared_training.models)
     is_drawn = False
     for (noise, what, why, fix), model, one in product(_NOISES, models, case.ranks[:-1]):
         alike: dict[int, tuple[list[ForwardEnded], int]] = {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from paceline.audit.events import BackwardBegun, ForwardEnded, NotReduced, OptimizerStepBegun
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
-from paceline.audit.rules.weights import find_mismatch
 
 
 def no_sync_on_last(case: Case) -> Judgement:
     """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
-    mismatch = find_mismatch(case)
+    mismatch = case.mismatch
     if mismatch is None or mismatch.outside:
         return NoFault("no step was taken with gradients that DDP had not reduced.")
     if mismatch.is_restored:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-from paceline.audit.events import (
-    DDPBuilt,
-    OptimizerStepBegun,
-)
+from paceline.audit.events import DDPBuilt, OptimizerStepBegun
 from paceline.audit.evidence import RankLog, Run
+from paceline.audit.rules.states import Mismatch, find_mismatch
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,12 @@ class Case:
     replay: Run | None = None
     why_no_replay: str = ""  # the reason, as a sentence
     # Without a replay, a run with the weights of the solo run in each evaluation.
-    only_solo_weights: Run | None = None
+    same_weights: Run | None = None
 
     @property
     def with_solo_weights(self) -> Run | None:
         """The run on several processes that had the weights of the solo run in each evaluation."""
-        return self.replay or self.only_solo_weights
+        return self.replay or self.same_weights
 
     @property
     def has_same_inputs(self) -> bool:
@@ -51,10 +50,15 @@ class Case:
         """The number of ranks of the ordinary run."""
         return self.ordinary.plan.world_size
 
+    @cached_property
+    def mismatch(self) -> Mismatch | None:
+        """The first point at which the ranks use different weights; None if there is none."""
+        return find_mismatch(self.ranks)
+
     @property
     def trains_together(self) -> bool:
         """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
-        return self.ranks[0].together.is_any
+        return self.ranks[0].shared_training.is_any
 
     @property
     def splits_model(self) -> bool:
@@ -66,7 +70,7 @@ class Case:
         return "parts" in log.layouts or log.exchanges_activations
 
     @property
-    def updates_apart(self) -> bool:
+    def updates_differ(self) -> bool:
         """Whether the ranks update other parameters in other numbers of steps, which do not match then.
 
         Without DDP, a rank that never steps an optimizer may get its weights from another one.

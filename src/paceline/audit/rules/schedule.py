@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.audit.events import OptimizerStepBegun, ScheduleStepped, TrainsOn
+from paceline.audit.events import OptimizerStepBegun, ScheduleStepped, TrainingContinues
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -132,9 +132,9 @@ def _place(log: RankLog) -> str:
 def unfinished_schedule(case: Case) -> Judgement:
     """The rate of one process ends near 0, and that of N processes, which take fewer steps, does not."""
     solo, log = case.solo.ranks[0], case.ranks[0]
-    if any(each.of(TrainsOn) for each in (solo, *case.ranks)):
+    if any(each.of(TrainingContinues) for each in (solo, *case.ranks)):
         return NotJudged("the script may train on after the watched steps.")
-    if case.ordinary.hung or case.ordinary.returncode or case.updates_apart:
+    if case.ordinary.hung or case.ordinary.returncode or case.updates_differ:
         return NotJudged("not every rank trained to the end of the script.")
     if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
@@ -163,8 +163,10 @@ def unfinished_schedule(case: Case) -> Judgement:
 
 def schedule_of_rank(case: Case) -> Judgement:
     """`ReduceLROnPlateau` is stepped with a metric of each rank, so it lowers the rates at other times."""
-    each = [[e for e in log.of(ScheduleStepped) if e.metric is not None] for log in case.ranks]
-    for events in zip(*each, strict=False):
+    steps_of_ranks = [
+        [e for e in log.of(ScheduleStepped) if e.metric is not None] for log in case.ranks
+    ]
+    for events in zip(*steps_of_ranks, strict=False):
         metrics = [float(event.metric) for event in events]
         least, most = min(metrics), max(metrics)
         if not all(map(math.isfinite, metrics)) or math.isclose(least, most, rel_tol=_SAME_METRIC):

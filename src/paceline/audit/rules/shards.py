@@ -52,7 +52,7 @@ def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
     figures = []
     names = case.ranks[0].training_loaders
     if case.trains_together:  # else all of them
-        names = case.ranks[0].together.loaders
+        names = case.ranks[0].shared_training.loaders
     for name in names:
         if all(name in log.loaders for log in case.ranks):
             shards, judgement = _judge_loader(case, name)
@@ -69,29 +69,29 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     """Whether a loader gives shards, None if unknown; and whether the ranks share too many samples."""
     loaders = [log.loaders[name] for log in case.ranks]
     loader, count = loaders[0], len(loaders)
-    read = [_samples_read(log, name, count) for log in case.ranks]
-    if not all(read):
+    samples = [_samples_read(log, name, count) for log in case.ranks]
+    if not all(samples):
         return None, NotJudged(
             "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
             "private name."
         )
-    if any(map(_known_by_few_labels, read)):
+    if any(map(_known_by_few_labels, samples)):
         return None, NotJudged(
             "the samples change at random, so it is unknown which of them the ranks read."
         )
-    if any(map(_is_resampled, read)) and any(each != read[0] for each in read):
+    if any(map(_is_resampled, samples)) and any(each != samples[0] for each in samples):
         why = "samples are drawn with replacement, so the ranks share some by chance."
         return None, NotJudged(why)
     if loader.iterable:
-        read = [_up_to_first_repeated(each) for each in read]
-    if _is_different_data(read):
+        samples = [_up_to_first_repeated(each) for each in samples]
+    if _is_different_data(samples):
         return True, NoFault("each rank reads its own data")
-    seen = Counter(key for each in read for key in set(each))
+    seen = Counter(key for each in samples for key in set(each))
     common = sum(times > 1 for times in seen.values())
     in_shards = all(_is_sharded(each, count) for each in loaders) or _reads_a_part(case, name)
     if loader.iterable:  # of three ranks, each may share all its samples with one of the others
-        of_all = set[Any].intersection(*map(set, read))
-        in_shards = len(of_all) < _WHOLE * min(len(set(each)) for each in read)
+        of_all = set[Any].intersection(*map(set, samples))
+        in_shards = len(of_all) < _WHOLE * min(len(set(each)) for each in samples)
     splits_differ = len({each.split for each in loaders}) > 1
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
     shared = common > max(count * 2, _OVERLAP * len(seen))
@@ -166,10 +166,10 @@ def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] 
         epochs = {each.begin.epoch for each in passes[1:] if each}  # see `same_order_each_epoch`
         if len(epochs) > 1 or not all(each and each.ended for each in passes):
             continue
-        solo, *read = [
+        solo, *samples = [
             Counter(i for batch in each.batches for i in batch.ids or ()) for each in passes if each
         ]
-        seen = Counter(i for own in read for i in own)
+        seen = Counter(i for own in samples for i in own)
         shared = sum(times > 1 for times in seen.values())
         if max(solo.values(), default=2) == 1 and shared > max(
             case.world_size * 2, _OVERLAP * len(seen)
@@ -228,12 +228,12 @@ def different_datasets(case: Case) -> Judgement:
         loaders = [log.loaders.get(name) for log in case.ranks]
         if not all(loader and loader.sharding.get("num_replicas", 1) > 1 for loader in loaders):
             continue
-        each = [_contents_by_index(log, name) for log in case.ranks]
-        if None in each:
+        contents = [_contents_by_index(log, name) for log in case.ranks]
+        if None in contents:
             return NotJudged("samples change at random, so those of the ranks cannot be compared.")
-        known = Counter(i for own in each for i in own or ())
+        known = Counter(i for own in contents for i in own or ())
         shared = [i for i, times in known.items() if times > 1]
-        differing = [i for i in shared if len({own[i] for own in each if own and i in own}) > 1]
+        differing = [i for i in shared if len({own[i] for own in contents if own and i in own}) > 1]
         compared += len(shared)
         if len(differing) >= _MIN_COMMON:
             return FaultFound(
@@ -274,9 +274,9 @@ def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
             yield from zip(event.ids or (), digests, strict=True)
 
 
-def _is_different_data(read: list[list[Any]]) -> bool:
+def _is_different_data(samples: list[list[Any]]) -> bool:
     """Whether one index gives different samples on different ranks."""
-    samples = {key for each in read for key in each if isinstance(key, tuple)}
+    samples = {key for each in samples for key in each if isinstance(key, tuple)}
     return len({index for index, _ in samples}) < len(samples)
 
 
@@ -301,9 +301,9 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
 
 
-def _is_resampled(read: list[Any]) -> bool:
+def _is_resampled(samples: list[Any]) -> bool:
     """Whether new samples follow a repeated one. A stream that begins again has read all before."""
-    return len(set(read)) > len(_up_to_first_repeated(read))
+    return len(set(samples)) > len(_up_to_first_repeated(samples))
 
 
 def _up_to_first_repeated(parts: list[Any]) -> list[Any]:
@@ -316,14 +316,14 @@ def _up_to_first_repeated(parts: list[Any]) -> list[Any]:
     return parts
 
 
-def _known_by_few_labels(read: list[Any]) -> bool:
+def _known_by_few_labels(samples: list[Any]) -> bool:
     """Whether only labels identify the samples, and many samples share one."""
-    return not isinstance(read[0], tuple) and 2 * len(set(read)) < len(read)
+    return not isinstance(samples[0], tuple) and 2 * len(set(samples)) < len(samples)
 
 
 def _inputs_of_models(case: Case) -> Judgement:
     """Where the loading of samples is not known: compare the rows that the models were given."""
-    models = case.ranks[0].together.models
+    models = case.ranks[0].shared_training.models
     rows = [
         [
             e.rows

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
-from paceline.audit.events import Digests
+from paceline.audit.events import (
+    Digests,
+    Event,
+    ForwardEnded,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
+    StateLoaded,
+)
+from paceline.audit.evidence import RankLog
+from paceline.audit.models import full_name
 
 Point = tuple[int, ...]  # in the order of the script
 States = Mapping[Point, Digests]  # of one rank
@@ -13,15 +25,15 @@ States = Mapping[Point, Digests]  # of one rank
 Differs = dict[Point, dict[str, bool]]
 
 
-def differing(each: Sequence[States]) -> Differs:
+def differing(of_ranks: Sequence[States]) -> Differs:
     """Compare the states of all ranks at the points that all of them recorded, in the order of the script."""
     found: Differs = {}
-    for point in sorted(set.intersection(*map(set, each))):
-        first, *others = (own[point] for own in each)
+    for point in sorted(set.intersection(*map(set, of_ranks))):
+        first, *others = (states[point] for states in of_ranks)
         found[point] = {
-            name: any(own[name] != value for own in others)
+            name: any(states[name] != value for states in others)
             for name, value in first.items()
-            if all(name in own for own in others)
+            if all(name in states for states in others)
         }
     return found
 
@@ -32,3 +44,88 @@ def first_difference(differs: Differs) -> tuple[Point, list[str]] | None:
         if names := [name for name, differ in states.items() if differ]:
             return point, names
     return None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first difference between the weights of the ranks."""
+
+    step: int  # the first step with different weights, from 1
+    # Whether the weights differed before the update of that step, so that no optimizer made them differ.
+    outside: bool
+    names: list[str]  # the parameters
+    is_restored: bool  # whether these parameters are equal again at some later step
+    # By rank, the last load of a state before, if other ranks loaded less often: the cause.
+    loads: dict[int, StateLoaded]
+    last_seen: Point | None  # where the first of these parameters was recorded before
+    digests: list[list[int]]  # by rank, the digests of that parameter: then, and at the difference
+
+
+def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
+    """The first point at which the ranks use different weights; None if there is none."""
+    weights = [_weights(log) for log in ranks]
+    differs = differing(weights)
+    # Optimizers that exchange updated weights are equal again when the model is used.
+    uses = {point: own for point, own in differs.items() if point[1] % 2}
+    found = first_difference(uses)
+    if found is None:
+        return None
+    use, names = found
+    before = {
+        name: max((p for p in differs if p < use and name in differs[p]), default=None)
+        for name in names
+    }
+    by_update = [name for name, last in before.items() if last is not None and differs[last][name]]
+    outside = not by_update
+    names = by_update or names
+    last = before[names[0]]
+    step = use[0] + 1 if outside or last is None else last[0]
+    later = [own for point, own in uses.items() if point > use]
+    is_restored = all(any(own.get(name) is False for own in later) for name in names)
+    loads = _uneven_loads(ranks, step, outside=outside)
+    digests = [[own[p][names[0]] for p in (last, use) if p is not None] for own in weights]
+    return Mismatch(step, outside, names, is_restored, loads, last, digests)
+
+
+def _weights(log: RankLog) -> States:
+    """The weights of a rank, by step and turn.
+
+    Turn 0 of a parameter is its update in that step, and turn 1 its use after that. A model that is used
+    before its own update in a step, as after that of another model, begins with turn 1. So uses are odd.
+    A parameter that no forward shows is used by its next step.
+    """
+    found: defaultdict[Point, Digests] = defaultdict(dict)
+    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
+    events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
+    for event in events:
+        if isinstance(event, OptimizerStepEnded):
+            step, params, is_use = event.step, event.params, False
+        elif isinstance(event, OptimizerStepBegun):
+            step, params, is_use = event.step - 1, event.outside_models, True
+        elif isinstance(event, ForwardEnded) and event.trains:
+            step, is_use = event.steps_done, True
+            params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}
+        else:
+            continue
+        for name, value in params.items():
+            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
+            found[step, turns[step, name]][name] = value
+    return found
+
+
+def _uneven_loads(ranks: Sequence[RankLog], step: int, *, outside: bool) -> dict[int, StateLoaded]:
+    """By rank, the last load before a mismatch, if some ranks loaded more often than others."""
+    states = [[event.state for event in log.optimizer_steps(step)] for log in ranks]
+    if not outside and all(own == states[0] for own in states):
+        return {}
+    loads_of_ranks = []
+    for log in ranks:
+        before = takewhile(
+            lambda e: not isinstance(e, OptimizerStepEnded) or e.step < step, log.events
+        )
+        what = "model" if outside else "optimizer"
+        loads_of_ranks.append([e for e in before if isinstance(e, StateLoaded) and e.what == what])
+    most = max(map(len, loads_of_ranks))
+    if min(map(len, loads_of_ranks)) == most:
+        return {}
+    return {rank: loads[-1] for rank, loads in enumerate(loads_of_ranks) if len(loads) == most}

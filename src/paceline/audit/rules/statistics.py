@@ -9,7 +9,6 @@ from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import Differs, Point, differing, first_difference
-from paceline.audit.rules.weights import find_mismatch
 
 Uses = dict[Point, ForwardEnded]  # by step, evaluation (0 in training) and model
 
@@ -18,27 +17,27 @@ def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
     log = case.ranks[0]
     unwrapped = not log.of(DDPBuilt) and not log.layouts
-    mismatch = find_mismatch(case) if unwrapped else None
+    mismatch = case.mismatch if unwrapped else None
     if mismatch is not None and not mismatch.outside:
         return NotJudged("the ranks' weights differ, and with them their statistics.")
     # DDP makes them equal before each forward, so after the last one they may differ a little.
     ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
-    each = [
+    uses = [
         _first_uses(e for e in log.of(ForwardEnded) if e.evaluation is not None)
         for log in case.ranks
     ]
     when = "evaluating"
-    if not all(each):
+    if not all(uses):
         if all(end == ends[0] for end in ends):
             return NoFault("the buffers were equal on all ranks at the end of the training.")
-        each = [_first_uses(log.training_forwards) for log in case.ranks]
+        uses = [_first_uses(log.training_forwards) for log in case.ranks]
         when = "training"
-    buffers = [{point: event.buffers for point, event in own.items()} for own in each]
+    buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
     found = first_difference(differing(buffers))
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
     point, names = found
-    first = each[0][point]
+    first = uses[0][point]
     return FaultFound(
         what=f"{names[0]} differs between ranks when {when}.",
         at=first.at,
@@ -53,19 +52,19 @@ def different_buffers(case: Case) -> Judgement:
 
 def different_untrained_models(case: Case) -> Judgement:
     """The ranks use a model that is not trained, such as a mean of the weights, with other weights."""
-    each = [
+    uses = [
         _first_uses(e for e in _since_training_began(log) if e.params is not None and not e.trains)
         for log in case.ranks
     ]
-    differs = differing([{at: event.params or {} for at, event in own.items()} for own in each])
+    differs = differing([{at: event.params or {} for at, event in own.items()} for own in uses])
     random = _models_with_random_weights(differs)
     used = {at: own for at, own in differs.items() if at[1] or at[2] not in random}
     found = first_difference(used)
     if found is not None:
-        if not case.trains_together and find_mismatch(case) is not None:
+        if not case.trains_together and case.mismatch is not None:
             return NotJudged("the ranks exchange no gradients, and each trains another model.")
         point, names = found
-        first = each[0][point]
+        first = uses[0][point]
         use = "evaluate" if first.evaluation else "train with"
         return FaultFound(
             what=f"the ranks {use} a model with different weights: {names[0]}.",

@@ -18,7 +18,6 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Update, UpdateCall
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
-from paceline.audit.rules.weights import find_mismatch
 from paceline.errors import name_ranks
 
 # Norms of equal gradients may differ by rounding.
@@ -67,8 +66,8 @@ def clip_before_unscale(case: Case) -> Judgement:
 
 def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
-    each = [_clips(log) for log in case.ranks]
-    for clips in zip(*each, strict=False):
+    clips_of_ranks = [_clips(log) for log in case.ranks]
+    for clips in zip(*clips_of_ranks, strict=False):
         number, _, event = clips[0]
         norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
         bounds = [clip.max_norm or 0.0 for _, _, clip in clips]
@@ -95,24 +94,24 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(f"{min(map(len, each))} clips on all ranks, of gradients with equal norms.")
+    return NoFault(
+        f"{min(map(len, clips_of_ranks))} clips on all ranks, of gradients with equal norms."
+    )
 
 
 def clip_of_shard(case: Case) -> Judgement:
     """Each rank clips its shards of the gradient by their own norm."""
-    each = [_shard_factors(log) for log in case.ranks]
-    shared = sorted(set.intersection(*map(set, each)))
+    found = [_shard_factors(log) for log in case.ranks]
+    shared = sorted(set.intersection(*map(set, found)))
+    factors = {step: [of_rank[step] for of_rank in found] for step in shared}
     differing = [
         step
-        for step in shared
-        if not math.isclose(
-            min(own[step] for own in each), max(own[step] for own in each), rel_tol=_SAME_FACTOR
-        )
+        for step, own in factors.items()
+        if not math.isclose(min(own), max(own), rel_tol=_SAME_FACTOR)
     ]
     if len(differing) < _MIN_STEPS:
         return NoFault(f"in {len(shared)} steps, all ranks scaled their shards by the same factor.")
-    step = differing[0]
-    factors = [own[step] for own in each]
+    step, own = differing[0], factors[differing[0]]
     event = case.ranks[0].optimizer_steps(step)[0]
     return FaultFound(
         what="each rank scales its shards of the gradient by a different factor.",
@@ -121,8 +120,8 @@ def clip_of_shard(case: Case) -> Judgement:
         why="the shards are parts of one gradient. A factor of its own on each rank changes its direction; "
         "often each rank clips by the norm of its own shards.",
         fix="clip with torch.nn.utils.clip_grad_norm_, or sum the squared norm over the ranks.",
-        evidence=f"factors between backward and step {step}: {', '.join(f'{f:.4g}' for f in factors)}",
-        effect=f"parts of one gradient differ by a factor of {max(factors) / min(factors):.3g}",
+        evidence=f"factors between backward and step {step}: {', '.join(f'{f:.4g}' for f in own)}",
+        effect=f"parts of one gradient differ by a factor of {max(own) / min(own):.3g}",
     )
 
 
@@ -145,21 +144,21 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
 
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
-    if case.updates_apart:
+    if case.updates_differ:
         return NotJudged(
             "not every rank updates the same parameters, so their steps cannot be compared."
         )
-    each = [_updates(log) for log in case.ranks]
-    for number, updates in enumerate(zip(*each, strict=False), 1):
+    updates_of_ranks = [_updates(log) for log in case.ranks]
+    for number, updates in enumerate(zip(*updates_of_ranks, strict=False), 1):
         kinds = [tuple(type(call) for call in calls) for calls in updates]
         minority = outliers(kinds)
-        if not minority or number == min(map(len, each)):
+        if not minority or number == min(map(len, updates_of_ranks)):
             continue  # equal, or the last one, which the end of the run may have cut
-        if len({log.steps for log in case.ranks}) == 1 and find_mismatch(case) is None:
+        if len({log.steps for log in case.ranks}) == 1 and case.mismatch is None:
             return NoFault("the ranks did different things, and their weights stayed equal.")
         what, ranks, kind = _difference(kinds)
         calls = [call for own in updates for call in own]
-        before = [call for own in each[0][: number - 1] for call in own]
+        before = [call for own in updates_of_ranks[0][: number - 1] for call in own]
         step = 1 + sum(isinstance(call, OptimizerStepBegun) for call in before)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",

@@ -2,120 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
-from paceline.audit.events import (
-    Digests,
-    Event,
-    ForwardEnded,
-    OptimizerStepBegun,
-    OptimizerStepEnded,
-    StateLoaded,
-    WeightsChanged,
-)
+from paceline.audit.events import ForwardEnded, WeightsChanged
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
-from paceline.audit.rules.states import Point, States, differing, first_difference
+from paceline.audit.rules.states import Mismatch
 from paceline.errors import name_ranks
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """The first difference between the weights of the ranks."""
-
-    step: int  # the first step with different weights, from 1
-    # Whether the weights differed before the update of that step, so that no optimizer made them differ.
-    outside: bool
-    names: list[str]  # the parameters
-    is_restored: bool  # whether these parameters are equal again at some later step
-    # By rank, the last load of a state before, if other ranks loaded less often: the cause.
-    loads: dict[int, StateLoaded]
-    last_seen: Point | None  # where the first of these parameters was recorded before
-    digests: list[list[int]]  # by rank, the digests of that parameter: then, and at the difference
-
-    def fault(self, **facts: Any) -> FaultFound:
-        """The fault with these facts."""
-        effect = f"{len(self.names)} parameters differ between ranks from step {self.step} on"
-        return FaultFound(step=self.step, effect=effect, **facts)
-
-
-def find_mismatch(case: Case) -> Mismatch | None:
-    """The first point at which the ranks use different weights; None if there is none."""
-    each = [_weights(log) for log in case.ranks]
-    differs = differing(each)
-    # Optimizers that exchange updated weights are equal again when the model is used.
-    uses = {point: own for point, own in differs.items() if point[1] % 2}
-    found = first_difference(uses)
-    if found is None:
-        return None
-    use, names = found
-    before = {
-        name: max((p for p in differs if p < use and name in differs[p]), default=None)
-        for name in names
-    }
-    by_update = [name for name, last in before.items() if last is not None and differs[last][name]]
-    outside = not by_update
-    names = by_update or names
-    last = before[names[0]]
-    step = use[0] + 1 if outside or last is None else last[0]
-    later = [own for point, own in uses.items() if point > use]
-    is_restored = all(any(own.get(name) is False for own in later) for name in names)
-    loads = _uneven_loads(case, step, outside=outside)
-    digests = [[own[p][names[0]] for p in (last, use) if p is not None] for own in each]
-    return Mismatch(step, outside, names, is_restored, loads, last, digests)
-
-
-def _weights(log: RankLog) -> States:
-    """The weights of a rank, by step and turn.
-
-    Turn 0 of a parameter is its update in that step, and turn 1 its use after that. A model that is used
-    before its own update in a step, as after that of another model, begins with turn 1. So uses are odd.
-    A parameter that no forward shows is used by its next step.
-    """
-    found: defaultdict[Point, Digests] = defaultdict(dict)
-    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
-    events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
-    for event in events:
-        if isinstance(event, OptimizerStepEnded):
-            step, params, is_use = event.step, event.params, False
-        elif isinstance(event, OptimizerStepBegun):
-            step, params, is_use = event.step - 1, event.others, True
-        elif isinstance(event, ForwardEnded) and event.trains:
-            step, is_use = event.steps_done, True
-            params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}
-        else:
-            continue
-        for name, value in params.items():
-            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
-            found[step, turns[step, name]][name] = value
-    return found
-
-
-def _uneven_loads(case: Case, step: int, *, outside: bool) -> dict[int, StateLoaded]:
-    """By rank, the last load before a mismatch, if some ranks loaded more often than others."""
-    states = [[event.state for event in log.optimizer_steps(step)] for log in case.ranks]
-    if not outside and all(own == states[0] for own in states):
-        return {}
-    each = []
-    for log in case.ranks:
-        before = takewhile(
-            lambda e: not isinstance(e, OptimizerStepEnded) or e.step < step, log.events
-        )
-        what = "model" if outside else "optimizer"
-        each.append([e for e in before if isinstance(e, StateLoaded) and e.what == what])
-    most = max(map(len, each))
-    if min(map(len, each)) == most:
-        return {}
-    return {rank: loads[-1] for rank, loads in enumerate(each) if len(loads) == most}
+def _fault(mismatch: Mismatch, **facts: Any) -> FaultFound:
+    """The fault with these facts."""
+    effect = f"{len(mismatch.names)} parameters differ between ranks from step {mismatch.step} on"
+    return FaultFound(step=mismatch.step, effect=effect, **facts)
 
 
 def loaded_on_one_rank(case: Case) -> Judgement:
     """A checkpoint was loaded on some ranks only, and their weights or states differ since."""
-    mismatch = find_mismatch(case)
+    mismatch = case.mismatch
     if mismatch is None or not mismatch.loads:
         return NoFault(
             "no state was loaded on some ranks only, and made the weights of the ranks differ."
@@ -128,7 +33,8 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         why = "DDP makes the weights equal, and not the states of optimizers: from equal gradients, the "
         why += "ranks compute different updates."
         fix = "load on every rank (map_location its own device)."
-    return mismatch.fault(
+    return _fault(
+        mismatch,
         what=f"the {what}'s state was loaded on {name_ranks(ranks, case.world_size)} only.",
         at=mismatch.loads[ranks[0]].at,
         ranks=ranks,
@@ -140,7 +46,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
 
 def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
-    mismatch = find_mismatch(case)
+    mismatch = case.mismatch
     if mismatch is None or not mismatch.outside or mismatch.loads:
         return NoFault(
             "between optimizer steps, all ranks made the same changes of weights or none."
@@ -154,7 +60,8 @@ def changed_outside(case: Case) -> Judgement:
                 "its own, or the reduction was forgotten.",
                 is_open=True,
             )
-        return mismatch.fault(
+        return _fault(
+            mismatch,
             what="the ranks start with different weights.",
             at=forwards[0].at,
             why=f"{name} differs before its first step, and the script does not make it equal.",
@@ -172,7 +79,7 @@ def changed_outside(case: Case) -> Judgement:
         ranks = outliers([own[-1] for own in mismatch.digests])
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
-    uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.others]
+    uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.outside_models]
     evidence = f"the weights differ before step {mismatch.step}, although DDP made them equal"
     if last:
         evidence = f"equal on all ranks after step {since}, different before step {mismatch.step}"
@@ -180,7 +87,8 @@ def changed_outside(case: Case) -> Judgement:
         evidence += (
             "; the line is that of the next forward or step, because the change itself was not seen"
         )
-    return mismatch.fault(
+    return _fault(
+        mismatch,
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
         at=(changes[log.rank] or uses)[0],
         ranks=ranks,
@@ -192,7 +100,7 @@ def changed_outside(case: Case) -> Judgement:
 
 def drifting_weights(case: Case) -> Judgement:
     """The weights differ after an optimizer step, and no other rule knows why."""
-    mismatch = find_mismatch(case)
+    mismatch = case.mismatch
     if mismatch is None or mismatch.outside:
         return NoFault("after each optimizer step the ranks' weights were equal.")
     if mismatch.is_restored:
@@ -232,7 +140,8 @@ def drifting_weights(case: Case) -> Judgement:
     else:
         why = "its gradient is equal on all ranks; the states of the optimizers are not."
         fix = "build, load and step the optimizer in the same way on all ranks."
-    return mismatch.fault(
+    return _fault(
+        mismatch,
         what=f"the ranks' weights differ after step {mismatch.step}: {name}.",
         at=at,
         why=why,

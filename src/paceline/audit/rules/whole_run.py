@@ -13,7 +13,7 @@ from paceline.audit.events import (
     ModelSeen,
     OptimizerStepBegun,
     PassCut,
-    TrainsOn,
+    TrainingContinues,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -42,23 +42,23 @@ def uneven_use(case: Case) -> Judgement:
     batches = [_used_batches(log) for log in logs]
     unknown = 0  # samples that a rank had to leave for those of rank 0
     if all(own and all(event.ids for event in own) for own in batches):
-        solo, *each = [Counter[Any](i for e in own for i in e.ids or ()) for own in batches]
+        solo, *counts = [Counter[Any](i for e in own for i in e.ids or ()) for own in batches]
     elif len({event.model for log in logs for event in log.training_forwards}) > 1:
         return NotJudged("several models are trained, and one may be given what another computed.")
     else:  # known by what the model was given
         forwards = [[e for e in log.training_forwards if not e.shared] for log in logs]
-        solo, *each = [Counter[Any](row for e in own for row in e.rows or ()) for own in forwards]
+        solo, *counts = [Counter[Any](row for e in own for row in e.rows or ()) for own in forwards]
         shared = (e for log in case.ranks for e in log.training_forwards if e.shared)
         unknown = sum(len(e.rows or ()) for e in shared)
-        if not solo.keys() >= set().union(*each):
+        if not solo.keys() >= set().union(*counts):
             return NotJudged(
                 "some inputs of the ranks are none of one process: they may be padded."
             )
-    together = sum(each, Counter[Any]())
-    if sum(map(len, each)) == len(together):
+    total = sum(counts, Counter[Any]())
+    if sum(map(len, counts)) == len(total):
         return NotJudged("no sample was used by two ranks, so each rank may keep its own.")
     per_step = max(
-        solo.total() / max(case.solo.steps, 1), together.total() / max(case.ordinary.steps, 1)
+        solo.total() / max(case.solo.steps, 1), total.total() / max(case.ordinary.steps, 1)
     )
     if len(solo) < _STEPS_OF_PASS * per_step:
         return NotJudged("a pass over the samples has only a few steps.")
@@ -68,10 +68,10 @@ def uneven_use(case: Case) -> Judgement:
     times, share_of_one = _unusual(solo, solo, more)
     if share_of_one > _FEW:
         return NotJudged("one process does not use each sample equally often either.")
-    usual, share = _unusual(together, solo, more)
+    usual, share = _unusual(total, solo, more)
     if share <= _FEW + unknown / len(solo):
         return NoFault(f"each sample was used {_times(usual, more)}.")
-    least, most = min(together[i] for i in solo), max(together.values())
+    least, most = min(total[i] for i in solo), max(total.values())
     log = case.ranks[0]
     loaders = [log.loaders[name] for name in log.training_loaders]
     return FaultFound(
@@ -102,7 +102,7 @@ def _used_batches(log: RankLog) -> list[BatchGiven]:
 def _ends_with_a_pass(log: RankLog) -> bool:
     """Whether the training ended at the end of a pass over its samples."""
     passes = [own for (name, _), own in log.passes.items() if name in log.training_loaders]
-    return bool(passes) and passes[-1].ended and not log.of(TrainsOn)
+    return bool(passes) and passes[-1].ended and not log.of(TrainingContinues)
 
 
 def _leaves_out(run: Run) -> bool:
