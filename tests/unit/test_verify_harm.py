@@ -39,7 +39,7 @@ from paceline.audit.events import (
     ScheduleStepped,
     TrainingBuilt,
 )
-from paceline.audit.evidence import RankLog, Run
+from paceline.audit.evidence import RankLog, Run, _without_pretraining
 from paceline.audit.progress import Progress
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
@@ -361,6 +361,7 @@ def _trains_a_baseline_first(rank: int, *, exchanges: bool) -> list[Event]:
     """Trains model 0 on a loader that all ranks read alike, then model 1 on the rank's own part of it."""
     events: list[Event] = []
     for number, loader in enumerate(("alike", "own")):
+        events += [DDPBuilt(ranks=2)] * (number != exchanges)
         events += [
             LoaderSeen(loader=loader, samples=12, root_samples=12, batches=6, batch_size=2),
             PassBegun(loader=loader),
@@ -397,7 +398,8 @@ def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
             if isinstance(e, BatchGiven)
         ]
         logs.append(RankLog(rank, events, fetches))
-    ordinary = Run(RunPlan(Path("x"), "ordinary", 2, 20), logs, 0)
+    plan = RunPlan(Path("x"), "ordinary", 2, 20)
+    ordinary = Run(plan, _without_pretraining(logs), 0)
     for rule in (whole_dataset, same_noise):
         judged = rule(Case(ordinary, ordinary))
         assert isinstance(judged, FaultFound) == exchanges, judged

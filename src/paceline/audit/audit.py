@@ -98,9 +98,7 @@ def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
     if replay.returncode and replay.steps < planned:
         return None, f"{replay.name} failed: the script cannot train on the batches of one process."
     if replay.steps < min(ordinary.steps, planned):
-        return None, (
-            f"{replay.name} took fewer steps than the ordinary one: the script plans its steps itself."
-        )
+        return None, f"{replay.name} took fewer steps: the script plans its steps itself."
     return replay, ""
 
 
@@ -130,9 +128,7 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first(JoinEntered) for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     if (rule.needs_replicas or rule.compares_weights) and case.splits_model:
-        return NotJudged(
-            "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
-        )
+        return NotJudged("the ranks may hold parts of one model, which get equal samples.")
     sharded = any(log.layouts for log in case.ranks)
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
     if sharded and not has_whole and rule.compares_weights:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -102,16 +102,6 @@ class TrainingLoaders:
             if name == self.last or self._times[name] > 1:
                 self.names[name] = None
 
-    def read(self, events: Iterable[Event], *, used: bool = True) -> None:
-        """Note what a rank did. `used`: whether the backwards count."""
-        for event in events:
-            if isinstance(event, BatchGiven):
-                self.on_batch(event.loader)
-            elif isinstance(event, ForwardBegun):
-                self.on_forward()
-            elif isinstance(event, BackwardBegun) and used:
-                self.on_backward()
-
 
 @dataclass
 class Pass:
@@ -130,15 +120,6 @@ class Update:
 
     backwards: list[BackwardBegun] = field(default_factory=list)
     calls: list[UpdateCall] = field(default_factory=list)
-
-
-@dataclass
-class SharedTraining:
-    """What a rank trains together with others: they exchange its gradients, or parts of the model."""
-
-    models: set[int] = field(default_factory=set)
-    loaders: list[str] = field(default_factory=list)
-    is_any: bool = False  # whether there is anything, also without a torch.nn.Module or a loader
 
 
 @dataclass(frozen=True)
@@ -312,39 +293,27 @@ class RankLog:
     def training_loaders(self) -> list[str]:
         """The loaders whose batches the script trains on."""
         found = TrainingLoaders()
-        found.read(self.events)
+        for event in self.events:
+            if isinstance(event, BatchGiven):
+                found.on_batch(event.loader)
+            elif isinstance(event, ForwardBegun):
+                found.on_forward()
+            elif isinstance(event, BackwardBegun):
+                found.on_backward()
         return list(found.names)
 
     @cached_property
-    def shared_training(self) -> SharedTraining:
-        """What is trained in shards, or in steps with a forward of a DDP or a collective after a backward.
-
-        A script may also train a model on each rank alone, such as one to compare with.
-        """
-        is_sharded = bool(self.layouts)
-        found, loaders = SharedTraining(is_any=is_sharded), TrainingLoaders()
-        steps: list[list[Event]] = [[]]
-        for event in self.events:
-            steps[-1].append(event)
-            if isinstance(event, OptimizerStepBegun):
-                steps.append([])
-        for events in steps:
-            forwards = [e for e in events if isinstance(e, ForwardEnded) and e.trains]
-            calls = [e for e in events if isinstance(e, BackwardBegun | CollectiveBegun)]
-            is_exchanged = (
-                is_sharded
-                or any(event.sync is not None for event in forwards)
-                or any(
-                    isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
-                    for a, b in pairwise(calls)
-                )
+    def trains_together(self) -> bool:
+        """Whether a model is in shards, or gradients are exchanged: by DDP, or in a call after a backward."""
+        calls: list[Event] = self.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
+        return (
+            bool(self.layouts)
+            or any(event.sync is not None for event in self.training_forwards)
+            or any(
+                isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
+                for a, b in pairwise(calls)
             )
-            loaders.read(events, used=is_exchanged)
-            if is_exchanged:
-                found.is_any = True
-                found.models.update(event.model for event in forwards)
-        found.loaders = list(loaders.names)
-        return found
+        )
 
 
 @dataclass(frozen=True)
@@ -406,16 +375,22 @@ def read_logs(folder: Path, world_size: int) -> list[RankLog]:
                     fetches.append(event)
                 else:
                     events.append(event)
-        logs.append(RankLog(rank, _without_pretraining(events), fetches))
-    return logs
+        logs.append(RankLog(rank, events, fetches))
+    return _without_pretraining(logs)
 
 
-def _without_pretraining(events: list[Event]) -> list[Event]:
-    """The events without a training before the first DDP, as some ranks may do one alone."""
-    before = list(takewhile(lambda event: not isinstance(event, DDPBuilt), events))
-    if len(before) == len(events) or not any(isinstance(e, OptimizerStepEnded) for e in before):
-        return events
-    return [event for event in before if not isinstance(event, _OF_LOOP)] + events[len(before) :]
+def _without_pretraining(logs: list[RankLog]) -> list[RankLog]:
+    """The logs without a training before the first DDP, as some ranks may do one alone."""
+    before = [list(takewhile(lambda e: not isinstance(e, DDPBuilt), log.events)) for log in logs]
+    trains = any(isinstance(event, OptimizerStepEnded) for own in before for event in own)
+    if not trains or not all(log.first(DDPBuilt) for log in logs):
+        return logs
+    return [
+        replace(
+            log, events=[e for e in own if not isinstance(e, _OF_LOOP)] + log.events[len(own) :]
+        )
+        for log, own in zip(logs, before, strict=True)
+    ]
 
 
 def _events(path: Path) -> Iterator[Event]:

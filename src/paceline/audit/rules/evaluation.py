@@ -88,14 +88,8 @@ def evaluated_twice(case: Case) -> Judgement:
             is_note=surplus <= _SMALL_SHARE * total,
         )
     if unclear:
-        return NotJudged(
-            "the samples that the models were given without gradient cannot be identified, or are others "
-            "than on one process."
-        )
-    return NoFault(
-        "the ranks together evaluated each sample once, or each rank all of them, or what they evaluated "
-        "twice does not change the results."
-    )
+        return NotJudged("the evaluated samples are unknown, or others than on one process.")
+    return NoFault("no sample was evaluated twice, or it does not change the results.")
 
 
 def _same(solo: float, value: float) -> bool:
@@ -244,9 +238,7 @@ def averaged_metric(case: Case) -> Judgement:
     for one, ranks in _of_both_runs(case):
         pairs = _pairs(one, ranks)
         if pairs and len(one.reductions) != len(ranks[0].reductions):
-            return NotJudged(
-                "the runs reduced different numbers of values while evaluating.", is_open=True
-            )
+            return NotJudged("the runs reduced different numbers of values.", is_open=True)
         samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1].results + _sums(pair)]
@@ -273,8 +265,8 @@ def averaged_metric(case: Case) -> Judgement:
     if not judged + with_counts:
         return NotJudged("no small value was reduced over ranks while evaluating.")
     return NoFault(
-        f"of {judged + with_counts} values that were reduced while evaluating, {with_counts} were summed "
-        "together with their number of samples, and the others are those of one process."
+        f"of {judged + with_counts} values that were reduced in evaluations, {with_counts} were summed with "
+        "their number of samples, and the others are those of one process."
     )
 
 

@@ -86,9 +86,7 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     first = run.ranks[0].first_forward
     depends_on_parts = first.buffers or first.drew
     if run.plan.mode == "divided" and depends_on_parts and abs(ratio - 1) < _NOISE_OF_PARTS:
-        return NoFault(
-            f"{figure}; dropout or BatchNorm makes that of its parts a little different."
-        )
+        return NoFault(f"{figure}; with dropout or BatchNorm, that of its parts differs a little.")
     gather = run.ranks[0].gather_for_loss
     if run.plan.mode == "mirrored":
         log = run.ranks[0]
@@ -166,9 +164,6 @@ def _wrong_multiple(
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
-    firsts = [log.first(BackwardBegun) for log in (case.solo.ranks[0], *case.ranks)]
-    if len({backward.at for backward in firsts if backward is not None}) > 1:
-        return NotJudged("the ranks make their first step at different lines.")
     if case.ordinary.ranks[0].gather_for_loss is not None:
         return NotJudged("the loss is one of gathered values, and not all need to have a gradient.")
     solo, ordinary = _total_weight(case.solo), _total_weight(case.ordinary)
@@ -283,10 +278,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     if first.params != other.params and not replayed[0].layouts:
         return "the weights differ between two runs before the first step: the script sets no seed."
     if not case.has_same_inputs:
-        return (
-            "the ranks did not get the samples of the run of one process: they come from no DataLoader, "
-            "or change at random after it."
-        )
+        return "the samples come from no DataLoader, or change at random after it."
     return ""
 
 
@@ -294,9 +286,7 @@ def different_gradient(case: Case) -> Judgement:
     """Each rank has the samples of one process, and yet their gradient is another one."""
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
-        return NotJudged(
-            case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
-        )
+        return NotJudged(case.why_no_replay or "the ranks divide each batch.")
     why = _why_not_comparable(case, run.ranks) or _why_not_exact(case.solo, run)
     if why:
         return NotJudged(why)
@@ -368,9 +358,7 @@ def loss_of_rank(case: Case) -> Judgement:
 def _loss_of_first_batch(case: Case) -> Judgement:
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
-        return NotJudged(
-            case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
-        )
+        return NotJudged(case.why_no_replay or "the ranks divide each batch.")
     losses = _finite_losses(log.first_backward for log in run.ranks)
     if not losses:
         return NotJudged("the loss of step 1 is not one finite number.")

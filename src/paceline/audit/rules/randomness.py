@@ -160,9 +160,7 @@ def same_augmentation(case: Case) -> Judgement:
                 evidence=f"the states of {same[0]} before and after them are equal",
                 effect=f"2 of {len(firsts)} sources of samples draw the same numbers",
             )
-    return NoFault(
-        f"{len(firsts)} worker{'s' * (len(firsts) != 1)} drew from different random states."
-    )
+    return NoFault(f"workers that drew from different random states: {len(firsts)}.")
 
 
 def _worker(which: tuple[int, int | None]) -> str:
@@ -224,7 +222,7 @@ def same_noise(case: Case) -> Judgement:
         return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    models = sorted(case.ranks[0].shared_training.models)
+    models = sorted({event.model for event in case.ranks[0].training_forwards})
     is_drawn = False
     for (noise, what, why, fix), model, one in product(_NOISES, models, case.ranks[:-1]):
         alike: dict[int, tuple[list[ForwardEnded], int]] = {}

@@ -58,7 +58,7 @@ class Case:
     @property
     def trains_together(self) -> bool:
         """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
-        return self.ranks[0].shared_training.is_any
+        return self.ranks[0].trains_together
 
     @property
     def splits_model(self) -> bool:

@@ -41,9 +41,7 @@ def fast_schedule(case: Case) -> Judgement:
     loaders = [[each.loaders[name] for name in each.training_loaders] for each in (solo, log)]
     lengths = [own[0].batches if own else None for own in loaders]
     if not lengths[0] or not lengths[1]:
-        return NotJudged(
-            "the length of an epoch is unknown, and with it the expected learning rate."
-        )
+        return NotJudged("the length of an epoch is unknown.")
     if lengths[0] == lengths[1] and len({e.batch_size for own in loaders for e in own}) == 1:
         return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
     # The steps of one process in a step of the N ranks.
@@ -73,12 +71,9 @@ def fast_schedule(case: Case) -> Judgement:
             return NoFault("the learning rate is that of one process at the same part of an epoch.")
         figure = f"in {other} steps the learning rate was neither that of one process at the same step nor "
         figure += "at the same part of an epoch"
-        if not has_more_calls and _is_between(case, is_other, reach):
-            return NoFault(
-                f"the learning rate is between that of one process and {count} times it."
-            )
-        if not has_more_calls:
-            return NotJudged(f"{figure}.", is_open=True)
+        if _is_between(case, is_other, reach):
+            return NoFault(f"the learning rate is 1 to {count} times that of one process.")
+        return NotJudged(f"{figure}.", is_open=True)
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
     if is_late:

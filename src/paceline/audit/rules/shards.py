@@ -50,10 +50,7 @@ def overlapping_shards(case: Case) -> Judgement:
 def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
     """The judgement of the loaders that give shards, or of the others; None without a loader of all ranks."""
     figures = []
-    names = case.ranks[0].training_loaders
-    if case.trains_together:  # else all of them
-        names = case.ranks[0].shared_training.loaders
-    for name in names:
+    for name in case.ranks[0].training_loaders:
         if all(name in log.loaders for log in case.ranks):
             shards, judgement = _judge_loader(case, name)
             if isinstance(judgement, NoFault):
@@ -71,14 +68,10 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     loader, count = loaders[0], len(loaders)
     samples = [_samples_read(log, name, count) for log in case.ranks]
     if not all(samples):
-        return None, NotJudged(
-            "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
-            "private name."
-        )
+        why = "the workers are not forked, or torch lacks a private name."
+        return None, NotJudged(f"the loading of the samples was not recorded: {why}")
     if any(map(_known_by_few_labels, samples)):
-        return None, NotJudged(
-            "the samples change at random, so it is unknown which of them the ranks read."
-        )
+        return None, NotJudged("the samples change at random, and cannot be told apart.")
     if any(map(_is_resampled, samples)) and any(each != samples[0] for each in samples):
         why = "samples are drawn with replacement, so the ranks share some by chance."
         return None, NotJudged(why)
@@ -247,9 +240,7 @@ def different_datasets(case: Case) -> Judgement:
                 effect=f"{len(differing)} of {len(shared)} samples that several ranks read differ between "
                 "them",
             )
-    return NoFault(
-        f"{compared} samples were read by several ranks, and are the same on all of them."
-    )
+    return NoFault(f"{compared} samples were read by several ranks, and are the same on all.")
 
 
 def _contents_by_index(log: RankLog, name: str) -> dict[Any, int] | None:
@@ -276,8 +267,8 @@ def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
 
 def _is_different_data(samples: list[list[Any]]) -> bool:
     """Whether one index gives different samples on different ranks."""
-    samples = {key for each in samples for key in each if isinstance(key, tuple)}
-    return len({index for index, _ in samples}) < len(samples)
+    known = {key for each in samples for key in each if isinstance(key, tuple)}
+    return len({index for index, _ in known}) < len(known)
 
 
 def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
@@ -323,20 +314,13 @@ def _known_by_few_labels(samples: list[Any]) -> bool:
 
 def _inputs_of_models(case: Case) -> Judgement:
     """Where the loading of samples is not known: compare the rows that the models were given."""
-    models = case.ranks[0].shared_training.models
     rows = [
-        [
-            e.rows
-            for e in log.training_forwards
-            if e.rows is not None and not e.shared and (e.model in models or not models)
-        ]
+        [e.rows for e in log.training_forwards if e.rows is not None and not e.shared]
         for log in case.ranks
     ]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
-        return NotJudged(
-            "no DataLoader gave the samples, and too few inputs of the model were seen."
-        )
+        return NotJudged("without a DataLoader, too few inputs of the model were seen.")
     same = all(each[:count] == rows[0][:count] for each in rows)
     # Of one pass: over several that are shuffled anew, the shards of a rank are the whole dataset.
     passes = [each[:count] if same else _first_pass(each) for each in rows]

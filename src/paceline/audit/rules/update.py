@@ -94,9 +94,7 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(
-        f"{min(map(len, clips_of_ranks))} clips on all ranks, of gradients with equal norms."
-    )
+    return NoFault(f"{min(map(len, clips_of_ranks))} clips of gradients with equal norms.")
 
 
 def clip_of_shard(case: Case) -> Judgement:
@@ -145,9 +143,7 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     if case.updates_differ:
-        return NotJudged(
-            "not every rank updates the same parameters, so their steps cannot be compared."
-        )
+        return NotJudged("not every rank updates the same parameters.")
     updates_of_ranks = [_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*updates_of_ranks, strict=False), 1):
         kinds = [tuple(type(call) for call in calls) for calls in updates]

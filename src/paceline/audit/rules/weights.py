@@ -22,9 +22,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
     """A checkpoint was loaded on some ranks only, and their weights or states differ since."""
     mismatch = case.mismatch
     if mismatch is None or not mismatch.loads:
-        return NoFault(
-            "no state was loaded on some ranks only, and made the weights of the ranks differ."
-        )
+        return NoFault("no weights differ because a state was loaded on some ranks only.")
     ranks = list(mismatch.loads)
     what, when = ("model", "before") if mismatch.outside else ("optimizer", "after")
     why = "DDP makes weights equal only when it is built; the other ranks go on with other values."
@@ -48,9 +46,7 @@ def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
     mismatch = case.mismatch
     if mismatch is None or not mismatch.outside or mismatch.loads:
-        return NoFault(
-            "between optimizer steps, all ranks made the same changes of weights or none."
-        )
+        return NoFault("between optimizer steps, all ranks made the same changes or none.")
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
     forwards = _forwards_with(case.ranks[0], name)
     if last is None and all(e.sync is None and not e.bypasses_ddp for e in forwards):

@@ -51,9 +51,7 @@ def uneven_use(case: Case) -> Judgement:
         shared = (e for log in case.ranks for e in log.training_forwards if e.shared)
         unknown = sum(len(e.rows or ()) for e in shared)
         if not solo.keys() >= set().union(*counts):
-            return NotJudged(
-                "some inputs of the ranks are none of one process: they may be padded."
-            )
+            return NotJudged("some inputs are none of one process: they may be padded.")
     total = sum(counts, Counter[Any]())
     if sum(map(len, counts)) == len(total):
         return NotJudged("no sample was used by two ranks, so each rank may keep its own.")
