@@ -111,8 +111,6 @@ class Failed(Event):
 class RankEnded(Event):
     """The process ended; missing after a kill and `os._exit`."""
 
-    # The digests of the buffers, by the number of the model.
-    buffers: dict[str, Digests] = field(default_factory=dict)
     wanted: int | None = None  # the steps that the rank was to take
 
 

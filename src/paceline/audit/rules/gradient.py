@@ -461,8 +461,7 @@ def mean_of_means(case: Case) -> Judgement:
         for number, updates in enumerate(of_all, 1):
             pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
             if pair is not None:
-                limit = _SMALL_FACTOR if _batches_differ(case, number) else _SMALL_CHANCE
-                found.append(_Unequal(pair, number, limit))
+                found.append(_Unequal(pair, number, _SMALL_CHANCE))
     if found:
         lasts = {e for run in (case.solo, case.ordinary) for log in run.ranks for e in _lasts(log)}
         return _mean_fault(found, lasts, steps, fix)
@@ -491,16 +490,6 @@ def _lasts(log: RankLog) -> list[BackwardBegun]:
     """The backwards on the last batches of passes that ended by themselves."""
     ended = (each for each in log.passes.values() if each.ended and each.backwards)
     return [event for each in ended for event in each.backwards[-1]]
-
-
-def _batches_differ(case: Case, number: int) -> bool:
-    """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
-    firsts = [
-        next((e for e in log.training_batches if e.steps_done == number - 1), None)
-        for log in case.ranks
-    ]
-    sizes = {len(batch.ids or ()) if batch else 0 for batch in firsts}
-    return len(sizes) > 1 and 0 not in sizes
 
 
 def _unequal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import dropwhile
 
-from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded
+from paceline.audit.events import DDPBuilt, Event, ForwardEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import Differs, Point, differing, first_difference
@@ -20,18 +20,13 @@ def different_buffers(case: Case) -> Judgement:
     mismatch = case.mismatch if unwrapped else None
     if mismatch is not None and not mismatch.outside:
         return NotJudged("the ranks' weights differ, and with them their statistics.")
-    # DDP makes them equal before each forward, so after the last one they may differ a little.
-    ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
     uses = [
         _first_uses(e for e in log.of(ForwardEnded) if e.evaluation is not None)
         for log in case.ranks
     ]
-    when = "evaluating"
+    when = "evaluating" if all(uses) else "training"
     if not all(uses):
-        if all(end == ends[0] for end in ends):
-            return NoFault("the buffers were equal on all ranks at the end of the training.")
         uses = [_first_uses(log.training_forwards) for log in case.ranks]
-        when = "training"
     buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
     found = first_difference(differing(buffers))
     if found is None:
