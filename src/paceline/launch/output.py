@@ -134,11 +134,12 @@ class Console:
             self._moved_lines = 0
             self._display.feed(data)
         self._pending += data
-        _, newline, rest = data.rpartition(b"\n")
+        newline = data.rfind(b"\n")
+        rest = data[newline + 1 :]
         # Escape sequences, such as one that shows the cursor, begin no line.
-        self._mid_line = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and not newline)
+        self._mid_line = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and newline < 0)
         self._holder = stream if self._mid_line else None
-        self._drawing = self.is_terminal and (b"\r" in rest or (self._drawing and not newline))
+        self._drawing = self.is_terminal and (b"\r" in rest or (self._drawing and newline < 0))
         self._written_at = time.monotonic()
         self.flush()
 
@@ -270,7 +271,7 @@ class Stream:
 
     def feed(self, data: bytes) -> None:
         """Take data that the rank wrote."""
-        self.tail = (self.tail + data)[-_TAIL_BYTES:]
+        self.tail = (self.tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         for file in self.files:
             file.write(data)
         if not self.prefix:
@@ -306,7 +307,8 @@ class Stream:
             size = self._complete()
             if end or len(self._kept) - size > LINE_BYTES:
                 size = len(self._kept)
-            text = bytes(self._kept[:size])
+            with memoryview(self._kept) as kept:
+                text = bytes(kept[:size])
             del self._kept[:size]
             self._emit(text)
         if end and self.prefix and self.console is not None and self.console.held_by(self):
@@ -335,9 +337,8 @@ class Stream:
         else:
             body = text.replace(b"\n", b"\n" + self.prefix)
         self._line_open = not text.endswith((b"\n", b"\r"))
-        if not self._line_open:
-            body = body[: len(body) - len(self.prefix)]
-        return head + body
+        shown = len(body) if self._line_open else len(body) - len(self.prefix)
+        return b"".join((head, memoryview(body)[:shown]))
 
 
 def _last_state(line: bytearray) -> bytearray:
