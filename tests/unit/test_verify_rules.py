@@ -841,12 +841,15 @@ def test_the_samples_of_an_evaluation(events: list[Event], ids: list[int]) -> No
     assert evaluation.rows == {("val", 0): ids}
 
 
-@pytest.mark.parametrize(("skipped", "used"), [(0, 5), (1, 5), (3, 2)])
-def test_batches_that_a_resume_skips_are_not_used(skipped: int, used: int) -> None:
+# `group`: how many batches are fetched before their backwards.
+@pytest.mark.parametrize(
+    ("skipped", "group", "used"), [(0, 1, 7), (1, 1, 7), (3, 1, 4), (0, 2, 7), (1, 2, 7), (3, 2, 4)]
+)
+def test_batches_that_a_resume_skips_are_not_used(skipped: int, group: int, used: int) -> None:
     events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
-    for number in range(5):
+    for number in range(7):
         events.append(BatchGiven(loader="a", ids=[number]))
-        if number >= skipped:
+        if number >= skipped and (number + 1 - skipped) % group == 0:
             events += [ForwardBegun(), ForwardEnded(trains=True), BackwardBegun(at="t.py:3")]
     assert len(_used_batches(RankLog(0, events, []))) == used
 

@@ -91,9 +91,13 @@ def _used_batches(log: RankLog) -> list[BatchGiven]:
     followed = {name for (name, _), own in log.passes.items() if any(own.backwards)}
     for (name, _), own in log.passes.items():
         if name in log.training_loaders:
-            of_backwards = (i for i, backwards in enumerate(own.backwards) if backwards)
-            first = next(of_backwards, len(own.batches)) if name in followed else 0
-            found += own.batches[first if first > 1 else 0 :]  # a loader may be one batch ahead
+            trained = [i for i, backwards in enumerate(own.backwards) if backwards]
+            skipped = 0
+            if name in followed:
+                # The backwards of several batches may come after the last of them.
+                group = trained[1] - trained[0] if len(trained) > 1 else 1
+                skipped = trained[0] + 1 - group if trained else len(own.batches)
+            found += own.batches[skipped if skipped > 1 else 0 :]  # a loader may be one batch ahead
     return found
 
 
