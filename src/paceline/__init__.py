@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
-    from paceline.parallel.parameter_client import ServerClient as ServerClient
-    from paceline.parallel.parameter_client import connect_server as connect_server
-    from paceline.parallel.parameter_server import ParameterServer as ParameterServer
     from paceline.parallel.pipeline import pipeline as pipeline
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.parallel.tensor import tensor_parallel as tensor_parallel
+    from paceline.parameter_server.client import ServerClient as ServerClient
+    from paceline.parameter_server.client import connect_server as connect_server
+    from paceline.parameter_server.server import ParameterServer as ParameterServer
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
     from paceline.training.callbacks import Callback as Callback
     from paceline.training.callbacks import EarlyStopping as EarlyStopping
@@ -91,7 +91,7 @@ _HOMES = {
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
-    "connect_server": "paceline.parallel.parameter_client",
+    "connect_server": "paceline.parameter_server.client",
     "count_labels": "paceline.training.labels",
     "CountError": "paceline.errors",
     "CSV": "paceline.metrics.csv_table",
@@ -124,7 +124,7 @@ _HOMES = {
     "NonFinite": "paceline.errors",
     "on_rank0": "paceline.job.collectives",
     "PacelineError": "paceline.errors",
-    "ParameterServer": "paceline.parallel.parameter_server",
+    "ParameterServer": "paceline.parameter_server.server",
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
@@ -134,7 +134,7 @@ _HOMES = {
     "RankDisagreement": "paceline.errors",
     "SampleError": "paceline.errors",
     "SaveFailed": "paceline.errors",
-    "ServerClient": "paceline.parallel.parameter_client",
+    "ServerClient": "paceline.parameter_server.client",
     "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
     "StepEnd": "paceline.training.callbacks",

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import paceline
-from paceline.parallel import parameter_server
-from paceline.parallel.parameter_frames import Connection
+from paceline.parameter_server import server as server_module
+from paceline.parameter_server.frames import Connection
 from paceline.testing import digest
 
 USERS, ITEMS, WIDTH = 60, 40, 8
@@ -322,7 +322,7 @@ def test_a_worker_that_does_not_read_its_reply_is_dropped(tmp_path: Path) -> Non
 def test_nobody_waits_forever_for_a_client_that_stopped(tmp_path: Path, count: int) -> None:
     with _Connected(tmp_path, count, worker_timeout_s=0.5) as to:
         with to.client() as frozen, to.client() as worker:
-            frozen._ask(0, {"do": "hold"})  # in the middle of a snapshot
+            frozen._ask(0, {"do": "pause"})  # in the middle of a snapshot
             _step(worker, 0, 0)
             assert worker.version == 1
         with to.client() as frozen, to.client() as watching:
@@ -558,26 +558,26 @@ def test_a_malformed_request_is_refused_and_the_server_goes_on(tmp_path: Path) -
                 with pytest.raises(paceline.ConfigError, match="the server cannot answer"):
                     wrong._receive(0)
                 with pytest.raises(paceline.PeerFailed, match="is closed"):
-                    wrong._ask(0, {"do": "hold"})
+                    wrong._ask(0, {"do": "pause"})
         with to.client() as right:
             _step(right, 0, 2)
         to.servers[0].wait()  # raises if a request made the server fail
 
 
-def test_a_hold_ends_only_with_its_worker(tmp_path: Path) -> None:
+def test_only_the_worker_that_paused_pushes_resumes_them(tmp_path: Path) -> None:
     with (
         _Connected(tmp_path) as to,
         ThreadPoolExecutor() as pool,
-        to.client() as holds,
+        to.client() as pauses,
         to.client() as other,
         to.client() as pushes,
     ):
-        holds._ask(0, {"do": "hold"})
-        holds._ask(0, {"do": "hold"})  # does not wait for itself
-        other._ask(0, {"do": "release"})
+        pauses._ask(0, {"do": "pause"})
+        pauses._ask(0, {"do": "pause"})  # does not wait for itself
+        other._ask(0, {"do": "resume"})
         pushing = pool.submit(_step, pushes, 0, 0)
         assert pushing in wait([pushing], 0.3).not_done
-        holds._ask(0, {"do": "release"})
+        pauses._ask(0, {"do": "resume"})
         pushing.result(TIMEOUT_S)
 
 
@@ -636,7 +636,7 @@ def test_a_connection_that_breaks_off_at_once_does_not_end_the_server(
                 raise failures.pop()
             super().__init__(plain)
 
-    monkeypatch.setattr(parameter_server, "Connection", Breaks)
+    monkeypatch.setattr(server_module, "Connection", Breaks)
     with _Connected(tmp_path) as to, to.client(timeout_s=5.0) as client:
         _step(client, 0, 0)
     assert not failures
@@ -705,14 +705,14 @@ def test_wrong_servers(tmp_path: Path) -> None:
 def test_a_server_that_ends_or_stops_answering(tmp_path: Path) -> None:
     with _Connected(tmp_path) as to:
         client = to.client(timeout_s=1.0)
-        to.servers[0]._held["users"].lock.acquire()  # as an overloaded server
+        to.servers[0]._parameters["users"].lock.acquire()  # as an overloaded server
         with pytest.raises(paceline.CollectiveTimeout, match="did not answer within 1 s"):
             client.pull("users", torch.tensor([0]))
         with pytest.raises(
             paceline.StepError, match=r"is closed(.|\n)*ended in CollectiveTimeout(.|\n)*again"
         ):
             client.snapshot()
-        to.servers[0]._held["users"].lock.release()
+        to.servers[0]._parameters["users"].lock.release()
         client = to.client()
         to.servers[0].close()
         with pytest.raises(paceline.PeerFailed, match="is closed"):
@@ -744,8 +744,8 @@ def test_an_optimizer_that_fails_ends_the_server(tmp_path: Path, count: int) -> 
 
     with _Connected(tmp_path, count) as to, to.client() as client:
         failing = to.servers[min(1, count - 1)]
-        for held in failing._held.values():
-            held.optimizer = Fails([held.value])
+        for parameter in failing._parameters.values():
+            parameter.optimizer = Fails([parameter.value])
         with pytest.raises(paceline.PeerFailed, match="the server failed: out of order"):
             _step(client, 0, 0)
         with pytest.raises(RuntimeError, match="out of order"):

@@ -27,6 +27,7 @@ ORDER = [
     "job",
     "data",
     "parallel",
+    "parameter_server",
     "checkpoint",
     "metrics",
     "training",

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from paceline import log
 from paceline.errors import CheckpointError, ConfigError, NonFinite, PacelineError, PeerFailed
-from paceline.parallel.parameter_frames import NOTICE_S, POLL_S, Connection, Snapshot, replace_file
+from paceline.parameter_server.frames import NOTICE_S, POLL_S, Connection, Snapshot, replace_file
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -57,8 +57,8 @@ class _Parameter:
         self.optimizer = make([self.value])
         self.lock = threading.Lock()
 
-    def local(self, ids: Tensor) -> Tensor:
-        """The places of these rows of the table on this server. Raises ConfigError."""
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The rows of `value` that are these rows of the whole table. Raises ConfigError."""
         wrong = ids.dtype != torch.int64 or ids.dim() != 1
         if wrong or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]):
             raise ConfigError("row ids must be 1-D int64 and in the table.")
@@ -70,8 +70,8 @@ class _Parameter:
 
     def check(self, ids: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
         """The arguments of `apply` for a pushed gradient. Raises ConfigError or NonFinite."""
-        local = None if ids is None else self.local(ids)
-        first = self.value.shape[:1] if local is None else local.shape
+        rows = None if ids is None else self.rows_of(ids)
+        first = self.value.shape[:1] if rows is None else rows.shape
         expected = (*first, *self.value.shape[1:]) if self.value.dim() else ()
         if tuple(gradient.shape) != expected or gradient.dtype != self.value.dtype:
             raise ConfigError(
@@ -80,13 +80,13 @@ class _Parameter:
             )
         if not bool(gradient.isfinite().all()):
             raise NonFinite("a pushed gradient has NaN or infinity.", quantity="gradient")
-        return local, gradient
+        return rows, gradient
 
-    def apply(self, ids: Tensor | None, gradient: Tensor) -> None:
+    def apply(self, rows: Tensor | None, gradient: Tensor) -> None:
         with self.lock:
-            if ids is not None:
+            if rows is not None:
                 gradient = torch.sparse_coo_tensor(
-                    ids[None], gradient, self.value.shape, check_invariants=False
+                    rows[None], gradient, self.value.shape, check_invariants=False
                 )
             self.value.grad = gradient
             self.optimizer.step()
@@ -95,7 +95,7 @@ class _Parameter:
     def read(self, ids: Tensor | None) -> Tensor:
         with self.lock:
             value = self.value.detach()
-            return value.clone() if ids is None else value[self.local(ids)]
+            return value.clone() if ids is None else value[self.rows_of(ids)]
 
     def state(self) -> dict[str, Any]:
         found = self.optimizer.state.get(self.value, {})
@@ -105,12 +105,12 @@ class _Parameter:
 
     def load(self, value: Tensor, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
-            self.value.copy_(self._mine(value))
+            self.value.copy_(self._own_rows(value))
         for key, entry in state.items():
-            mine = self._mine(entry) if isinstance(entry, Tensor) else entry
-            self.optimizer.state[self.value][key] = mine
+            own = self._own_rows(entry) if isinstance(entry, Tensor) else entry
+            self.optimizer.state[self.value][key] = own
 
-    def _mine(self, value: Tensor) -> Tensor:
+    def _own_rows(self, value: Tensor) -> Tensor:
         by_row = self.is_table and value.dim() > 0 and value.shape[0] == self.shape[0]
         return (value[self.index :: self.count] if by_row else value).clone()
 
@@ -178,7 +178,7 @@ class ParameterServer:
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():  # type: ignore[no-untyped-call]
             # torch's default, chosen explicitly: else torch warns when its optimizers build sparse tensors.
             torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-        self._held: dict[str, _Parameter] = {}
+        self._parameters: dict[str, _Parameter] = {}
         for name, value in [*tables.items(), *dense.items()]:
             make = optimizer.get(name) if isinstance(optimizer, Mapping) else optimizer
             if make is None:
@@ -188,7 +188,7 @@ class ParameterServer:
             if not value.is_floating_point():
                 raise ConfigError(f"{name!r} must have a floating-point dtype, got {value.dtype}.")
             if name in tables or self._index == 0:
-                self._held[name] = _Parameter(
+                self._parameters[name] = _Parameter(
                     name, value, make, shard if name in tables else (0, 0)
                 )
         self._host, _, port = listen.rpartition(":")
@@ -209,7 +209,7 @@ class ParameterServer:
         self._idle_since: dict[int, float] = {}  # when the last request of a worker was answered
         self._pushing: set[int] = set()
         self._copies: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
-        self._holder: int | None = None  # the worker that takes a snapshot: see _hold
+        self._paused_by: int | None = None  # the worker that takes a snapshot: see _pause
         self._failure: BaseException | None = None
         self._listener: socket.socket | None = None
 
@@ -222,19 +222,19 @@ class ParameterServer:
             CheckpointError: names or shapes differ from those of this server.
         """
         values = snapshot["parameters"]
-        unknown = sorted(values.keys() - self._held.keys())
+        unknown = sorted(values.keys() - self._parameters.keys())
         if unknown and self._index == 0:  # only this server knows the dense parameters too
             raise CheckpointError(
                 f"the snapshot has {unknown[0]!r}, which this server does not have."
             )
-        for name, held in self._held.items():
-            if name not in values or list(values[name].shape) != held.shape:
+        for name, parameter in self._parameters.items():
+            if name not in values or list(values[name].shape) != parameter.shape:
                 found = tuple(values[name].shape) if name in values else "nothing"
                 raise CheckpointError(
-                    f"the snapshot has {found} for {name!r}, not {tuple(held.shape)}."
+                    f"the snapshot has {found} for {name!r}, not {tuple(parameter.shape)}."
                 )
-        for name, held in self._held.items():
-            held.load(values[name], snapshot.get("optimizer", {}).get(name, {}))
+        for name, parameter in self._parameters.items():
+            parameter.load(values[name], snapshot.get("optimizer", {}).get(name, {}))
         self.version = int(snapshot["version"])
 
     def __enter__(self) -> ParameterServer:
@@ -361,8 +361,8 @@ class ParameterServer:
                 worker = self._num_connected
                 self._connections[worker] = connection
             parameters = {
-                name: [h.is_table, h.shape, str(h.value.dtype).removeprefix("torch.")]
-                for name, h in self._held.items()
+                name: [p.is_table, p.shape, str(p.value.dtype).removeprefix("torch.")]
+                for name, p in self._parameters.items()
             }
             connection.send({"shard": [self._index, self._count], "parameters": parameters})
             self._answer_all(worker, connection)
@@ -419,8 +419,8 @@ class ParameterServer:
             self._idle_since.pop(worker, None)
             self._copies.pop(worker, None)
             self._pushing.discard(worker)
-            if self._holder == worker:
-                self._holder = None
+            if self._paused_by == worker:
+                self._paused_by = None
             self._changed.notify_all()
 
     def _answer(
@@ -434,23 +434,23 @@ class ParameterServer:
                 self._wait(connection, lambda: self._may_pull(worker), self._slowest)
             given = iter(tensors)
             wanted = [self._find(name) for name in header["names"]]
-            return {}, [held.read(next(given) if held.is_table else None) for held in wanted]
+            return {}, [p.read(next(given) if p.is_table else None) for p in wanted]
         if task == "push":
             return self._push(worker, connection, header, tensors)
         if task == "end":
             return self._end_push(worker), []
-        if task == "hold":
-            self._hold(worker, connection)
+        if task == "pause":
+            self._pause(worker, connection)
             return {}, []
         if task == "copy":
             copy = self._copy(header["optimizer"])
             with self._changed:
                 self._copies[worker] = copy
             return {}, []
-        if task == "release":
+        if task == "resume":
             with self._changed:
-                if self._holder == worker:
-                    self._holder = None
+                if self._paused_by == worker:
+                    self._paused_by = None
                     self._changed.notify_all()
             return {}, []
         if task == "fetch":
@@ -459,9 +459,9 @@ class ParameterServer:
         raise ConfigError(f"unknown request {task!r}.")
 
     def _find(self, name: str) -> _Parameter:
-        if name not in self._held:
+        if name not in self._parameters:
             raise ConfigError(f"this server has no parameter {name!r}.")
-        return self._held[name]
+        return self._parameters[name]
 
     def _wait(
         self,
@@ -495,24 +495,24 @@ class ParameterServer:
         least = min(self._steps.values())
         return [worker for worker, steps in self._steps.items() if steps == least]
 
-    def _hold(self, worker: int, connection: Connection) -> None:
-        """Let no push begin until this worker asks for "release" or leaves; wait for those that have begun.
+    def _pause(self, worker: int, connection: Connection) -> None:
+        """Let no push begin until this worker asks for "resume" or leaves; wait for those that have begun.
 
-        A push to any number of servers begins and ends on server 0, so the hold of server 0 is enough for a
+        A push to any number of servers begins and ends on server 0, so a pause of server 0 is enough for a
         snapshot of all of them.
         """
 
-        def take() -> None:
-            self._holder = worker
+        def pause() -> None:
+            self._paused_by = worker
 
-        self._wait(connection, lambda: self._may_push(worker), self._holders, take)
+        self._wait(connection, lambda: self._may_push(worker), self._pausing, pause)
         self._wait(connection, lambda: self._pushing <= {worker}, lambda: self._pushing)
 
     def _may_push(self, worker: int) -> bool:
-        return self._holder in (None, worker)
+        return self._paused_by in (None, worker)
 
-    def _holders(self) -> list[int]:
-        return [] if self._holder is None else [self._holder]
+    def _pausing(self) -> list[int]:
+        return [] if self._paused_by is None else [self._paused_by]
 
     def _may_pull(self, worker: int) -> bool:
         return self._steps[worker] - min(self._steps.values()) <= self._max_staleness
@@ -526,19 +526,19 @@ class ParameterServer:
     ) -> tuple[dict[str, Any], list[Tensor]]:
         given, work = iter(tensors), []
         for name in header["names"]:
-            held = self._find(name)
-            ids = next(given) if held.is_table else None
-            work.append((held, held.check(ids, next(given))))
+            parameter = self._find(name)
+            ids = next(given) if parameter.is_table else None
+            work.append((parameter, parameter.check(ids, next(given))))
         if self._index == 0:
             self._wait(
                 connection,
                 lambda: self._may_push(worker),
-                self._holders,
+                self._pausing,
                 lambda: self._pushing.add(worker),
             )
         try:
-            for held, (rows, gradient) in work:
-                held.apply(rows, gradient)
+            for parameter, (rows, gradient) in work:
+                parameter.apply(rows, gradient)
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -560,10 +560,13 @@ class ParameterServer:
             return {"version": self.version, "lead": lead}
 
     def _copy(self, optimizer: bool) -> tuple[dict[str, Any], list[Tensor]]:
-        """All values; nothing is applied meanwhile, because shard 0 holds back pushes."""
+        """All values. The worker has paused pushes, so they belong to one version."""
         tensors, entries = [], []
-        for name, held in self._held.items():
-            for key, value in {"": held.read(None), **(held.state() if optimizer else {})}.items():
+        for name, parameter in self._parameters.items():
+            for key, value in {
+                "": parameter.read(None),
+                **(parameter.state() if optimizer else {}),
+            }.items():
                 if isinstance(value, Tensor):
                     entries.append([name, key, None])
                     tensors.append(value)

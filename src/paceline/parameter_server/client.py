@@ -26,7 +26,7 @@ from paceline.errors import (
     PeerFailed,
     StepError,
 )
-from paceline.parallel.parameter_frames import (
+from paceline.parameter_server.frames import (
     DTYPES,
     NOTICE_S,
     POLL_S,
@@ -195,12 +195,12 @@ class ServerClient:
         """
         shards = range(len(self._connections))
         with self._closed_on_error():
-            self._ask(0, {"do": "hold"})
+            self._ask(0, {"do": "pause"})
             for shard in shards:
                 self._send(shard, {"do": "copy", "optimizer": optimizer})
             for shard in shards:
                 self._receive(shard)
-            self._ask(0, {"do": "release"})
+            self._ask(0, {"do": "resume"})
             replies = [self._ask(shard, {"do": "fetch"}) for shard in shards]
         merged: Snapshot = {"version": replies[0][0]["version"], "parameters": {}}
         merged["optimizer"] = {}
