@@ -16,8 +16,9 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
 from paceline.job.job import Job
-from paceline.parallel import ddp as parallel
-from paceline.parallel.modules import equalize_buffers
+from paceline.parallel.ddp import _refuse_unused
+from paceline.parallel.modules import equalize_buffers, find_wrapper
+from paceline.parallel.replica import check_parameters
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
 State = dict[str, torch.Tensor]
@@ -119,7 +120,11 @@ def _construct(job: Job) -> dict[str, Any]:
         # torch makes it a view into a bucket, of equal value.
         and net.layer.bias.grad.tolist() == [1, 1],
         "state": {name: value.clone() for name, value in net.state_dict().items()},
-        "kinds": [parallel.is_ddp(model), parallel.is_ddp(net), paceline.unwrap(model) is net],
+        "kinds": [
+            find_wrapper(model) is not None,
+            find_wrapper(net) is not None,
+            paceline.unwrap(model) is net,
+        ],
         "warm": model._has_rebuilt_buckets and not model.reducer._rebuild_buckets(),
     }
     net.norm.running_mean.fill_(job.rank + 1)
@@ -205,7 +210,7 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
             model(torch.ones(1, 2), heads).sum().backward()
         except RuntimeError as error:
             job.reraise(error)
-        parallel._refuse_unused(job, parallel.find_wrapper(model))
+        _refuse_unused(job, find_wrapper(model))
         model.zero_grad(set_to_none=True)
     return "both steps were done"
 
@@ -235,7 +240,7 @@ def _unreached(job: Job) -> None:
     parameter = torch.ones((), requires_grad=True)
     model(torch.ones(1, 2))
     parameter.sum().backward()
-    parallel._refuse_unused(job, parallel.find_wrapper(model))
+    _refuse_unused(job, find_wrapper(model))
 
 
 def _check(job: Job) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def _check(job: Job) -> dict[str, Any]:
         model: nn.Module, *optimizers: torch.optim.Optimizer, other: Sequence[nn.Module] = ()
     ) -> list[str] | None:
         try:
-            parallel.check_parameters(job, [model, *other], optimizers)
+            check_parameters(job, [model, *other], optimizers)
         except GradientError as error:
             return list(error.parameters) if error.fix else None
         return None
@@ -290,7 +295,7 @@ def _idle(job: Job) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paceline").addHandler(handler)
     for _ in range(2):
-        parallel.check_parameters(job, [model], [optimizer])
+        check_parameters(job, [model], [optimizer])
     return said
 
 
@@ -299,9 +304,9 @@ def _compiled(job: Job) -> list[Any]:
     plain = torch.compile(nn.Linear(2, 1), backend="eager")
     model = torch.compile(paceline.ddp(job, net), backend="eager")
     return [
-        parallel.is_ddp(model),
+        find_wrapper(model) is not None,
         paceline.unwrap(model) is net,
-        parallel.is_ddp(plain),
+        find_wrapper(plain) is not None,
         paceline.unwrap(plain) is plain._orig_mod,
     ]
 

@@ -117,7 +117,7 @@ def _hook_between_steps(job: Any) -> None:
 
 
 class Late(nn.Module):
-    """Uses one of its layers in the first micro-batch of a step alone."""
+    """Uses one of its layers in one micro-batch of a step alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,9 +128,10 @@ class Late(nn.Module):
         return self.always(x) + (self.once(x) if bool(x[0, 0] > 100) else 0)
 
 
-def _used_once(job: Any) -> list[float]:
+def _used_once(job: Any, at: int) -> list[float]:
+    """Train with a layer that micro-batch `at` of three uses. Forwards between steps have no backward."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
-    x[:, 0] += 200 * (torch.arange(24) % 3 == 0)  # the first of each rank's three
+    x[:, 0] += 200 * (torch.arange(24) % 3 == at)
     data = TensorDataset(x / 200, x[:, 1:].argmax(1))
     model = paceline.ddp(job, Late())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -141,6 +142,7 @@ def _used_once(job: Any) -> list[float]:
     for step in training.steps(until=2):
         step.run(lambda batch: loss_sum(model, (200 * batch[0], batch[1])))
         step.update()
+        model(x)
     return weights_of(model)
 
 
@@ -193,7 +195,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 
 def _each(job: Any) -> tuple[Any, ...]:
     errors = refusals(job, lambda job, kind: WRONG[kind][0](job), WRONG)
-    return _used_once(job), _forwards(job), errors
+    return [_used_once(job, at) for at in (0, 2)], _forwards(job), errors
 
 
 def test_hooks_sparse_gradients_and_layers_used_once() -> None:

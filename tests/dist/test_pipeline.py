@@ -673,8 +673,8 @@ def _train_numbered(job: Any, shape_changes: bool) -> tuple[list[float], int]:
         step.run(loss_fn)
         step.update()
         losses.append(float(step.loss))
-    pipe = model.__dict__.get(PIPELINE)
-    return losses, len(pipe._schedules) if pipe is not None else 0
+    runner = model.__dict__.get(PIPELINE)
+    return losses, len(runner._schedules) if runner is not None else 0
 
 
 def test_a_number_that_changes_needs_no_schedule_of_its_own() -> None:
@@ -865,8 +865,8 @@ def _train_padded(job: Any) -> tuple[list[float], set[torch.dtype]]:
         step.run(loss_fn)
         step.update()
         losses.append(float(step.loss))
-    pipe = model.__dict__.get(PIPELINE)
-    schedules = pipe._schedules.values() if pipe is not None else []
+    runner = model.__dict__.get(PIPELINE)
+    schedules = runner._schedules.values() if runner is not None else []
     return losses, {each.templates[1][1].dtype for each in schedules if 1 in each.templates}
 
 

@@ -61,7 +61,9 @@ def _training(job: Any, setting: dict[str, Any], **options: Any) -> paceline.Tra
     )
 
 
-def _loop(training: paceline.Training, *, grow: float = 1.0, **how: Any) -> list[float]:
+def _loop(
+    training: paceline.Training, *, grow: float = 1.0, forwards: bool = False, **how: Any
+) -> list[float]:
     losses = []
     for step in training.steps(**how):
         for x, y in step:
@@ -69,6 +71,8 @@ def _loop(training: paceline.Training, *, grow: float = 1.0, **how: Any) -> list
             step.backward(loss * (grow if step.number == 4 else 1.0), count=len(y))
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
+        if forwards:
+            training.models[0](_data().tensors[0])
     return losses
 
 
@@ -83,7 +87,8 @@ def _digests(training: paceline.Training, losses: list[float]) -> dict[str, str]
 
 def _train(job: Any, setting: dict[str, Any]) -> dict[str, str]:
     training = _training(job, setting)
-    losses = _loop(training, epochs=2, grow=setting.get("grow", 1.0))
+    forwards = setting.get("forwards", False)
+    losses = _loop(training, epochs=2, grow=setting.get("grow", 1.0), forwards=forwards)
     return _digests(training, losses)
 
 
@@ -95,6 +100,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"count": "tokens"},
     {"momentum": None},
     {"micro_batch": 22},
+    {"batchnorm": False, "forwards": True},  # without a backward, between steps
     {"grow": 1e6},  # a gradient larger than its scale allows: the step is repeated
 ]
 

@@ -80,7 +80,7 @@ def _on_rank(job: Job, cases: list[Case]) -> list[Facts]:
         begin, count = sum(case.counts[: job.rank]), case.counts[job.rank]
         mine = slice(begin, begin + count)
         if count == 0:
-            syncbn.Ghosts([layer]).set(True)
+            syncbn.GhostMode([layer]).set(True)
             mine = slice(0, 1)
             target = target * float("nan")  # a ghost's loss may be anything
         results.append(_run(case, layer, x[:, mine], target[:, mine]))
@@ -213,7 +213,7 @@ def test_bf16_autocast_keeps_statistics_in_float32() -> None:
 
 def _single_value(job: Job, ghost: bool) -> None:
     layer = syncbn.sync_batchnorm(job, nn.BatchNorm1d(2))
-    syncbn.Ghosts([layer]).set(ghost and job.rank > 0)
+    syncbn.GhostMode([layer]).set(ghost and job.rank > 0)
     layer(torch.ones(1, 2))
 
 

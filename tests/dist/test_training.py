@@ -328,6 +328,36 @@ def test_a_rank_that_leaves_the_loop_is_named_within_seconds(kind: str, who: int
             assert isinstance(outcome.error, StepError if outcome.rank == who else PeerFailed)
 
 
+def _added_to_the_optimizer_later(job: Any, reproducible: bool, clears: bool) -> list[float]:
+    """Train the last layer from step 3 on; before, each backward gives it a gradient that is not used."""
+    net = _model().double()
+    model = paceline.ddp(job, net)
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(dtype=torch.float64), global_batch=6, micro_batch=2)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
+    for step in training.steps(until=5):
+        if clears:
+            net[3].zero_grad()
+        if step.number == 3:
+            optimizer.add_param_group({"params": list(net[3].parameters())})
+        backwards(training, step)
+        step.update()
+    return weights_of(model)
+
+
+def _added_later(job: Any) -> list[tuple[list[float], list[float]]]:
+    return [
+        (_added_to_the_optimizer_later(job, r, True), _added_to_the_optimizer_later(job, r, False))
+        for r in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_gradients_of_earlier_steps_are_not_added_to_those_of_a_new_parameter(nproc: int) -> None:
+    for cleared, straight in run_ranks(_added_later, nproc=nproc)[0]:
+        assert straight == cleared
+
+
 def _state_after_leaving(job: Any, kind: str) -> dict[str, Any]:
     """What a loop leaves behind, most in the second micro-batch, which is a ghost on rank 0 of two."""
     torch.manual_seed(0)

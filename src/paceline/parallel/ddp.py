@@ -1,4 +1,4 @@
-"""Replicas of a model: a front to `torch.nn.parallel.DistributedDataParallel`.
+"""`ddp`: a front to `torch.nn.parallel.DistributedDataParallel`, and the strategy that lets it sum gradients.
 
 It reports wrong models before training, with parameter names; torch reports indices later, or hangs.
 It fixes the bucket layout, so that a resumed run has the same one. torch's DDP reduces the gradients.
@@ -20,54 +20,25 @@ from torch.optim import Optimizer
 from paceline import torch_private
 from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
-from paceline.errors import ConfigError, GradientError, listed
+from paceline.data.plan import MicroBatch, num_micro_batches
+from paceline.errors import ConfigError, GradientError
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
-    find_wrapper,
+    has_sparse_layer,
     owned_parameters,
     refuse_module,
     refuse_wrapped,
-    unwrap,
-    warn_untrained,
+    unreached_error,
 )
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.packed import PackedStrategy
+from paceline.parallel.replica import Replica, ReplicaStrategy, known_parameters
 from paceline.shm.group import ShmGroup
 
 DEFAULT_BUCKET_MB = 25.0
-_REDUCER = "torch.distributed.Reducer."
-# Attribute of a wrapper: the names and parameters that its reducer waits for.
-_KNOWN = "_paceline_known"
-
-
-class Replica(DistributedDataParallel):
-    """torch's DDP, which a strategy can bypass if it sums the gradients itself.
-
-    Attributes:
-        default_options: Whether `ddp` was called without options, so that another reduction may be used.
-        bypassed: Whether forwards call the module directly, so that backwards reduce nothing.
-        has_hook: Whether a communication hook is registered.
-        compression: What `ddp(compress=...)` asked for; None without.
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.default_options = self.bypassed = self.has_hook = False
-        self.compression: Compression | None = None
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        super().register_comm_hook(state, hook)
-        self.has_hook = True
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.bypassed:
-            return self.module(*inputs, **kwargs)
-        averaged: Any = super().forward
-        return averaged(*inputs, **kwargs)
 
 
 @checks_arguments
@@ -107,7 +78,7 @@ def ddp(
     Collective: all ranks, once for each model, in the same order.
     """
     _refuse_options(bucket_mb, static_graph, find_unused)
-    is_final = not (static_graph or find_unused or _has_sparse(module))
+    is_final = not (static_graph or find_unused or has_sparse_layer(module))
     refuse_compression(compress, fixed_buckets=is_final)
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
@@ -144,10 +115,6 @@ def ddp(
     return wrapper
 
 
-def _has_sparse(module: nn.Module) -> bool:
-    return any(getattr(layer, "sparse", False) for layer in module.modules())
-
-
 def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> None:
     if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
         raise ConfigError(
@@ -168,31 +135,6 @@ def _no_buffer_broadcast() -> dict[str, Any]:
     return {name: False}
 
 
-def is_ddp(model: nn.Module) -> bool:
-    return find_wrapper(model) is not None
-
-
-def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Parameter], ...]:
-    """The parameters that the reducer waits for, whatever their `requires_grad` is now."""
-    known: tuple[tuple[str, nn.Parameter], ...] | None = wrapper.__dict__.get(_KNOWN)
-    if known is None:
-        ids = None
-        if not isinstance(wrapper, Replica):
-            # The user wrapped the model. Only the buckets show which parameters were trainable then.
-            # This call allocates the memory of all gradients for a moment.
-            buckets_of = torch_private.find(f"{_REDUCER}_get_zeros_like_grad_buckets")
-            buckets = buckets_of(wrapper.reducer) if buckets_of else []
-            ids = {id(p) for bucket in buckets for p in bucket.parameters()}
-        known = tuple(
-            (name, p)
-            for name, p in wrapper.module.named_parameters()
-            if (id(p) in ids if ids else p.requires_grad)
-            and name not in wrapper.parameters_to_ignore
-        )
-        wrapper.__dict__[_KNOWN] = known
-    return known
-
-
 def _lay_out_buckets(wrapper: Replica) -> None:
     """Have torch lay out its buckets now instead of after the first backward.
 
@@ -200,9 +142,9 @@ def _lay_out_buckets(wrapper: Replica) -> None:
     gradients of 3 and more ranks are added. Otherwise the first step of a resumed run would differ from the
     same step of an uninterrupted run.
     """
-    if wrapper.static_graph or wrapper.find_unused_parameters or _has_sparse(wrapper):
+    if wrapper.static_graph or wrapper.find_unused_parameters or has_sparse_layer(wrapper):
         return  # torch needs a real backward to learn the graph or the form of sparse gradients
-    hook = torch_private.find(f"{_REDUCER}_autograd_hook")
+    hook = torch_private.find("torch.distributed.Reducer._autograd_hook")
     if hook is None:
         return
     known = known_parameters(wrapper)
@@ -263,17 +205,16 @@ class _CallHooks(torch.autograd.Function):
         return None, None, None, None
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ReplicaStrategy):
     """Gradients are averaged by torch's DDP in the last backward of a step."""
 
-    reduces_gradients = True
-    reduces_in_backward = True
-
     def _prepare(self, batches: Batches) -> None:
-        job = self._job
-        self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
+        super()._prepare(batches)
+        size = self._job.data.size
+        self.divisor = size
+        self.needs_equal_micro_batches = size > 1
+        self._refuse_static_accumulation(batches)
         self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
-        self._shapes: dict[int, tuple[int, int]] = {}
         for optimizer in self._optimizers:
             owned = {id(p) for p in owned_parameters(optimizer)}
             self._wrappers_of[id(optimizer)] = [
@@ -281,16 +222,13 @@ class DDPStrategy(Strategy):
                 for wrapper in self._wrappers
                 if any(id(p) in owned for p in wrapper.module.parameters())
             ]
-        if self.reduces_in_backward:
-            self.divisor = job.data.size
-            self.needs_equal_micro_batches = job.data.size > 1
-            self._refuse_static_accumulation(batches)
         self._compressions = [c for w in self._wrappers if (c := getattr(w, "compression", None))]
         self.keeps_token_divisor = any(c.has_feedback for c in self._compressions)
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return job.world_size > 1 and all(map(is_ddp, models))
+        are_replicas = super().fits(job, models, optimizers)
+        return are_replicas and not PackedStrategy.fits(job, models, optimizers)
 
     def _refuse_static_accumulation(self, batches: Batches) -> None:
         """torch's DDP records a static graph in its first backward, which must be a reduced one."""
@@ -302,9 +240,6 @@ class DDPStrategy(Strategy):
                 fix="leave static_graph out, or make micro_batch the rank's whole share.",
             )
 
-    def check(self) -> None:
-        check_parameters(self._job, self._models, self._optimizers)
-
     def check_precision(self, precision: str) -> None:
         if precision == "fp16" and any(c.has_feedback for c in self._compressions):
             raise ConfigError(
@@ -313,27 +248,9 @@ class DDPStrategy(Strategy):
                 fix="use precision='bf16', or compress='fp16'.",
             )
 
-    def begin_step(self, step: PlannedStep) -> None:
-        # A forward without a backward, for example to print an accuracy, makes the reducer expect a
-        # backward. It would then reduce in the backward of the first micro-batch, which is too early.
-        reset = torch_private.find(f"{_REDUCER}_reset_state")
-        for wrapper in self._wrappers:
-            # A reset would delete the static graph.
-            if reset is not None and not wrapper.static_graph:
-                reset(wrapper.reducer)
-
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
         self._set_sync(micro.is_last)
-
-    def _set_sync(self, on: bool) -> None:
-        for wrapper in self._wrappers:
-            # What `no_sync` does. nn.Module.__setattr__ would take a microsecond.
-            wrapper.__dict__["require_backward_grad_sync"] = on
-
-    def leave_step(self) -> None:
-        super().leave_step()
-        self._set_sync(True)
 
     def backward(
         self,
@@ -342,18 +259,16 @@ class DDPStrategy(Strategy):
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        if micro.is_last and self.reduces_in_backward and self._job.data.size > 1:
+        if micro.is_last and self._job.data.size > 1:
             watch_backward(loss)
         super().backward(loss, weight, micro, inputs)
 
     def finish(self, optimizer: Optimizer) -> None:
-        self._check_if_changed(optimizer)
+        super().finish(optimizer)
         for wrapper in self._wrappers_of[id(optimizer)]:
             _refuse_unused(self._job, wrapper)
 
     def facts(self) -> dict[str, Any]:
-        if not self.reduces_in_backward:
-            return {}
         return {
             "bucket_bytes": max((w.bucket_bytes_cap for w in self._wrappers), default=0),
             "compress": any(getattr(w, "has_hook", False) for w in self._wrappers),
@@ -380,83 +295,6 @@ class DDPStrategy(Strategy):
             if compression is not None:  # else the training no longer compresses
                 compression.load_state_dict(each)
 
-    def _check_if_changed(self, optimizer: Optimizer) -> None:
-        parameters = owned_parameters(optimizer)
-        shape = (len(parameters), sum(p.grad is not None for p in parameters))
-        if shape != self._shapes.get(id(optimizer)):
-            self.check()
-            self._shapes[id(optimizer)] = shape
-
-
-def check_parameters(
-    job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> None:
-    """Refuse parameters whose gradients are not summed over ranks; warn about untrained ones.
-
-    Raises:
-        GradientError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
-    """
-    if job.data.size > 1:
-        wrappers = [w for w in map(find_wrapper, models) if w is not None]
-        # An optimizer may own parameters of several models, each with a wrapper of its own.
-        handled = {id(p) for wrapper in wrappers for p in _handled_parameters(wrapper)}
-        for model in models:
-            _refuse_unknown(job, model, owned_parameters(*optimizers), handled)
-        for wrapper in wrappers:
-            _refuse_frozen(job, wrapper)
-    for model in models:
-        warn_untrained(model, optimizers)
-
-
-def _refuse_unknown(
-    job: Job, model: nn.Module, owned: Sequence[torch.Tensor], handled: set[int]
-) -> None:
-    inner = unwrap(model)
-    trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
-    named = {id(p): name for name, p in inner.named_parameters()}
-    unknown = [
-        named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
-        for key, p in trainable.items()
-        if key not in handled
-    ]
-    if not unknown:
-        return
-    if find_wrapper(model) is None:
-        why = "the model is not wrapped, so each rank would train its own copy."
-        fix = "model = paceline.ddp(job, model)."
-    else:
-        why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
-        fix = (
-            "call paceline.ddp(...) when all parameters are in the model and unfrozen, and give the result "
-            "to Training. To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
-        )
-    raise GradientError(
-        f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
-        where=job.where(),
-        why=why,
-        fix=fix,
-        parameters=unknown,
-    )
-
-
-def _refuse_frozen(job: Job, wrapper: DistributedDataParallel) -> None:
-    frozen = [name for name, p in known_parameters(wrapper) if not p.requires_grad]
-    if frozen and not wrapper.find_unused_parameters:
-        raise GradientError(
-            f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
-            where=job.where(),
-            why="DDP waits for each parameter that was trainable when it wrapped the model.",
-            fix="call requires_grad_(False) before paceline.ddp(...). To freeze and unfreeze during the "
-            "training, use ddp(..., find_unused=True).",
-            parameters=frozen,
-        )
-
-
-def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    ignored = wrapper.parameters_to_ignore
-    ignored_parameters = [p for name, p in wrapper.module.named_parameters() if name in ignored]
-    return [p for _, p in known_parameters(wrapper)] + ignored_parameters
-
 
 def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     """Raise if the step's reduction cannot finish, because this rank did not use some parameters.
@@ -468,7 +306,7 @@ def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
         GradientError: names them (`parameters`); torch's own error, if any, is its cause.
     """
     cause: RuntimeError | None = None
-    check = torch_private.find(f"{_REDUCER}_check_reducer_finalized")
+    check = torch_private.find("torch.distributed.Reducer._check_reducer_finalized")
     try:
         if check is not None:
             check(wrapper.reducer)
@@ -479,19 +317,16 @@ def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     known = known_parameters(wrapper)
     if cause is None and (lenient or known[0][1].grad is not None):
         return
-    raise unused_error(job, wrapper, [name for name, p in known if p.grad is None]) from cause
-
-
-def unused_error(job: Job, wrapper: DistributedDataParallel, names: list[str]) -> GradientError:
+    names = [name for name, p in known if p.grad is None]
+    why = "DDP waits for the gradient of each trainable parameter in the step's last backward."
+    option = "leave static_graph out" if wrapper.static_graph else "ddp(..., find_unused=True)"
+    fix = f"freeze unused parameters with requires_grad_(False) before ddp(...), or {option}."
     if names:
-        what = f"no gradient reached {listed(names)}"
-    else:
-        what = "the last backward of the step did not use all parameters that earlier ones used"
-    return GradientError(
-        f"{what}.",
+        raise unreached_error(job, names, why=why, fix=fix) from cause
+    raise GradientError(
+        "the last backward of the step did not use all parameters that earlier ones used.",
         where=job.where(),
-        why="DDP waits for the gradient of each trainable parameter in the step's last backward.",
-        fix="freeze unused parameters with requires_grad_(False) before ddp(...), or "
-        + ("leave static_graph out." if wrapper.static_graph else "ddp(..., find_unused=True)."),
-        parameters=names,
-    )
+        why=why,
+        fix=fix,
+        parameters=[],
+    ) from cause

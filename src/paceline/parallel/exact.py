@@ -32,8 +32,8 @@ from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.ddp import DDPStrategy
-from paceline.parallel.modules import owned_parameters, unwrap
+from paceline.parallel.modules import has_sparse_layer, owned_parameters, unwrap
+from paceline.parallel.replica import ReplicaStrategy
 from paceline.parallel.strategy import Strategy
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
@@ -48,34 +48,33 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ExactStrategy(DDPStrategy):
+class ExactStrategy(ReplicaStrategy):
     """Exact integer sums of the gradients, in place of DDP's reduction."""
 
-    reduces_in_backward = False
     repeats_steps = True
     is_reproducible = True
+    keeps_token_divisor = True
 
     def _prepare(self, batches: Batches) -> None:
         super()._prepare(batches)
-        if self._compressions:
+        if any(getattr(wrapper, "compression", None) for wrapper in self._wrappers):
             raise ConfigError(
                 "reproducible training cannot compress gradients.",
                 why="it sums them exactly, so that the result does not depend on the number of ranks.",
                 fix="leave compress or reproducible=True out.",
             )
-        self.keeps_token_divisor = True
         batches.align()
         self._micro_batch = batches.micro_batch
         self._most_micro_batches = -(-batches.global_batch // batches.micro_batch)
         self._sum = self._sum_of_trained()
         self._loaded_exponents: list[int] | None = None
         modules = [unwrap(model) for model in self._models]
-        if any(getattr(layer, "sparse", False) for model in modules for layer in model.modules()):
+        if any(map(has_sparse_layer, modules)):
             raise ConfigError(
                 "reproducible training needs dense gradients, and a layer has sparse=True.",
                 fix="leave sparse=True or reproducible=True out.",
             )
-        if self._batchnorms.synchronised:
+        if self._ghost_mode.synchronised:
             raise ConfigError(
                 "reproducible training normalises each micro-batch separately, not over ranks.",
                 fix="leave sync_batchnorm out: plain BatchNorm gives the same on any number of ranks.",
@@ -93,8 +92,8 @@ class ExactStrategy(DDPStrategy):
             for name, buffer in module.named_buffers()
             if id(buffer) not in folded
         ]
-        self._versions: list[int] = []
-        self._offset = 0
+        self._versions: list[int] = []  # of the other buffers when the step began
+        self._step_offset = 0
         _fix_kernels(self._job)
 
     @classmethod
@@ -111,7 +110,8 @@ class ExactStrategy(DDPStrategy):
         return ExactSum(self._job, self._trained(), most_micro_batches=self._most_micro_batches)
 
     def begin_step(self, step: PlannedStep) -> None:
-        self._offset = step.offset
+        super().begin_step(step)
+        self._step_offset = step.offset
         if not self._sum.has(self._trained()):
             self._sum = self._sum_of_trained()
             self._sum.load_exponents(self._loaded_exponents)
@@ -121,8 +121,9 @@ class ExactStrategy(DDPStrategy):
         self._versions = self._buffer_versions()
 
     def before_forward(self, micro: MicroBatch) -> None:
-        self._set_sync(False)
-        self._before = self._num_forwards()  # those that do not count as uses in this micro-batch
+        super().before_forward(micro)
+        self._set_sync(False)  # until the loop is left
+        self._earlier_forwards = self._num_forwards()
 
     def _num_forwards(self) -> torch.Tensor:
         """The forwards of each BatchNorm layer so far, on its device; reading them would wait for it."""
@@ -148,13 +149,14 @@ class ExactStrategy(DDPStrategy):
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        uses = self._num_forwards() - self._before
+        uses = self._num_forwards() - self._earlier_forwards
         torch.autograd.backward(loss, weight, inputs=inputs)
-        # Activation checkpointing runs forwards in the backward.
-        self._before = self._num_forwards() - uses
+        # Forwards of activation checkpointing in this backward do not count as uses.
+        self._earlier_forwards = self._num_forwards() - uses
         self._sum.add()
-        for fold, ran in zip(self._folds, uses, strict=True):
-            fold.record((micro.offset - self._offset) // self._micro_batch, ran)
+        index = (micro.offset - self._step_offset) // self._micro_batch
+        for fold, each in zip(self._folds, uses, strict=True):
+            fold.record(index, each)
 
     def end_micro_batches(self) -> bool:
         changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
@@ -171,7 +173,6 @@ class ExactStrategy(DDPStrategy):
         if fitted:
             self._fold_batchnorms()
             self._sum.finish()
-            self._set_sync(True)
         return not fitted
 
     def leave_step(self) -> None:
@@ -198,9 +199,6 @@ class ExactStrategy(DDPStrategy):
             self._refuse_second_use(fold, max(each))
         for fold, each in zip(self._folds, uses, strict=True):
             fold.fold([number > 0 for number in each])
-
-    def finish(self, optimizer: Optimizer) -> None:
-        pass  # `end_micro_batches` has summed the gradients
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
@@ -287,7 +285,8 @@ class ExactSum:
             self.exponents = exponents
 
     def begin(self) -> None:
-        self._is_unset = [True] * len(self._parameters)
+        # Whether the sum of a parameter still holds values of an earlier step.
+        self._is_outdated = [True] * len(self._parameters)
         self._seen_exponents = [_UNKNOWN] * len(self._parameters)
 
     def add(self) -> None:
@@ -303,8 +302,8 @@ class ExactSum:
             for i, p in enumerate(self._parameters):
                 if p.grad is not None:
                     scale = 2.0 ** self._shift(self.exponents[i])
-                    self._add(p.grad.reshape(-1), offset, scale, first=self._is_unset[i])
-                    self._is_unset[i] = False
+                    self._add(p.grad.reshape(-1), offset, scale, first=self._is_outdated[i])
+                    self._is_outdated[i] = False
                 offset += p.numel()
         for i, _ in gradients:
             self._parameters[i].grad = None
@@ -351,8 +350,8 @@ class ExactSum:
         assert self.exponents is not None
         job, size = self._job, self._shard
         offset = 0
-        for p, is_unset in zip(self._parameters, self._is_unset, strict=True):
-            if is_unset:
+        for p, is_outdated in zip(self._parameters, self._is_outdated, strict=True):
+            if is_outdated:
                 self._sums[offset : offset + p.numel()] = 0
             offset += p.numel()
         own = self._sums if job.data.group is None else self._exchanged()

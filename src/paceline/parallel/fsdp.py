@@ -47,6 +47,7 @@ from paceline.parallel.modules import (
     refuse_module,
     refuse_wrapped,
     tied_parameters,
+    unreached_error,
     unwrap,
     warn_untrained,
 )
@@ -411,11 +412,11 @@ class FSDPStrategy(Strategy):
             if p.requires_grad and p.grad is None
         ]
         if names:
-            raise self._error(
-                f"no gradient reached {listed(names)}.",
+            raise unreached_error(
+                self._job,
+                names,
                 why="FSDP sums the gradients of a block together, so each rank must have all of them.",
                 fix="freeze unused parameters with requires_grad_(False) before paceline.fsdp(...).",
-                names=names,
             )
         for group in optimizer.param_groups:
             for p in group["params"]:

@@ -11,13 +11,14 @@ from torch.utils.hooks import RemovableHandle
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
-def used_leaves(loss: torch.Tensor, *, behind: Collection[Any]) -> list[torch.Tensor]:
-    """The tensors, such as parameters, that a loss uses otherwise than through some nodes.
+def used_leaves(loss: torch.Tensor, *, excluded: Collection[Any]) -> list[torch.Tensor]:
+    """The leaf tensors, such as parameters, that a loss is computed from.
 
     Args:
-        behind: The nodes, such as those of a model's output.
+        excluded: Nodes of the graph, such as that of a model's output. Leaves that the loss uses only through
+            them are left out.
     """
-    return [node.variable for node in _nodes(loss, behind) if _is_leaf(node)]
+    return [node.variable for node in _nodes(loss, excluded) if _is_leaf(node)]
 
 
 def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
@@ -25,7 +26,7 @@ def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
 
     A mean over no tokens may be 0/0. Its gradient is then NaN, and stays NaN times a weight of 0.
     """
-    # Not at the leaves, which the graphs of other micro-batches share.
+    # At the nodes before the leaves: the graphs of other micro-batches share the leaves.
     return [
         node.register_hook(_zeros)
         for node in list(_nodes(loss))
@@ -33,14 +34,14 @@ def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
     ]
 
 
-def _nodes(loss: torch.Tensor, stop: Collection[Any] = ()) -> Iterator[Any]:
-    seen = {None, *stop}
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
+def _nodes(loss: torch.Tensor, excluded: Collection[Any] = ()) -> Iterator[Any]:
+    seen = {None, *excluded}
+    pending: list[Any] = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node not in seen:
             seen.add(node)
-            left += [each for each, _ in node.next_functions]
+            pending += [each for each, _ in node.next_functions]
             yield node
 
 

@@ -1,6 +1,6 @@
-"""Checks of a module before it is wrapped, broadcast of its parameters and buffers, and `unwrap`.
+"""What all strategies need of a model: how it is wrapped, names in it, checks, and equal values on all ranks.
 
-torch finds the same mistakes later, or reports them as indices of buckets.
+The checks report before training, with names, what torch finds later or reports as indices of buckets.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline import log
-from paceline.errors import ConfigError, RankDisagreement, StepError, listed
+from paceline.errors import ConfigError, GradientError, RankDisagreement, StepError, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
 # Attribute of a module, and of its copies: the function that has split its parameters over ranks.
 SPLIT_BY = "_paceline_split_by"
-PIPELINE = "_paceline_pipeline"  # attribute of a module that is split into stages: its `Pipe`
+PIPELINE = (
+    "_paceline_pipeline"  # attribute of a module that is split into stages: its `StageRunner`
+)
 
 
 class OtherStage(StepError):
@@ -82,6 +84,11 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
     while current is not None and not isinstance(current, DistributedDataParallel):
         current = compiled_module(current)
     return current
+
+
+def has_sparse_layer(module: nn.Module) -> bool:
+    """Whether a layer, such as `nn.Embedding(..., sparse=True)`, gives its parameters sparse gradients."""
+    return any(getattr(layer, "sparse", False) for layer in module.modules())
 
 
 def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
@@ -264,6 +271,12 @@ def owned_parameters(*optimizers: Optimizer) -> list[torch.Tensor]:
     return [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ]
+
+
+def unreached_error(job: Job, names: Sequence[str], *, why: str, fix: str) -> GradientError:
+    """What a strategy raises if a step gave some parameters no gradient."""
+    what = f"no gradient reached {listed(names)}."
+    return GradientError(what, where=job.where(), why=why, fix=fix, parameters=names)
 
 
 def warn_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -15,26 +15,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch, PlannedStep
+from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError
 from paceline.job import collectives
 from paceline.job.job import Job
-from paceline.parallel.ddp import DDPStrategy, Replica, known_parameters, unused_error
+from paceline.parallel.modules import has_sparse_layer, unreached_error
+from paceline.parallel.replica import Replica, ReplicaStrategy, known_parameters
 from paceline.shm.group import ShmGroup
 
 _MAX_BYTES = 1 << 20  # bytes of all gradients; the size of DDP's first bucket
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class PackedStrategy(DDPStrategy):
+class PackedStrategy(ReplicaStrategy):
     """Gradients are copied into one tensor for each dtype and summed after the last backward.
 
     Used instead of DDP's reducer if all of these hold: the ranks run on the CPU of one host and share memory,
     there is at most 1 MiB of dense gradients, there is one optimizer, and `ddp` was called without options
     and communication hooks.
     """
-
-    reduces_in_backward = False
 
     def _prepare(self, batches: Batches) -> None:
         super()._prepare(batches)
@@ -54,29 +53,31 @@ class PackedStrategy(DDPStrategy):
         sizes = (p.nbytes for wrapper in wrappers for _, p in known_parameters(wrapper))
         return sum(sizes) <= _MAX_BYTES
 
-    def begin_step(self, step: PlannedStep) -> None:
-        pass  # DDP's reducer is bypassed, so a forward without a backward does not change it
-
     def before_forward(self, micro: MicroBatch) -> None:
-        super(DDPStrategy, self).before_forward(micro)
-        self._bypass(True)
-
-    def _bypass(self, on: bool) -> None:
-        for wrapper in self._wrappers:
-            wrapper.__dict__["bypassed"] = on
+        super().before_forward(micro)
+        self._bypass(True)  # until the loop is left
 
     def leave_step(self) -> None:
         super().leave_step()
         self._bypass(False)
 
+    def _bypass(self, on: bool) -> None:
+        for wrapper in self._wrappers:
+            wrapper.__dict__["bypassed"] = on
+
     def finish(self, optimizer: Optimizer) -> None:
         """Sum the gradients over ranks. A parameter that only some micro-batches used is summed too."""
-        self._check_if_changed(optimizer)
-        self._bypass(False)
+        super().finish(optimizer)
         for wrapper in self._wrappers:
             known = known_parameters(wrapper)
             if names := [name for name, p in known if p.grad is None]:
-                raise unused_error(self._job, wrapper, names)
+                raise unreached_error(
+                    self._job,
+                    names,
+                    why="the ranks sum the gradients of all trainable parameters together.",
+                    fix="freeze unused parameters with requires_grad_(False) before ddp(...), or "
+                    "ddp(..., find_unused=True).",
+                )
             if wrapper.__dict__["has_hook"]:
                 raise ConfigError(
                     "a communication hook was registered between steps.",
@@ -89,9 +90,10 @@ class PackedStrategy(DDPStrategy):
 
 
 def _is_plain(wrapper: Any) -> bool:
-    sparse = any(getattr(layer, "sparse", False) for layer in wrapper.modules())
     fits = all(p.is_cpu and p.dtype in _DTYPES for _, p in known_parameters(wrapper))
-    return fits and not sparse and not wrapper.has_hook and wrapper.default_options
+    return (
+        fits and wrapper.default_options and not wrapper.has_hook and not has_sparse_layer(wrapper)
+    )
 
 
 class _Pack:

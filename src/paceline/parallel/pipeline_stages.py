@@ -37,18 +37,18 @@ def choose_stages(
     ranks = 1 if job.mesh is None else job.mesh.pp
     _refuse_extra_state(module)
     if split is None:
-        number = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
+        num_stages = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
         units = _layers(module)
         _refuse_unowned(module, units)
         costs = [float(_size(module, unit)) for unit in units]
-        _refuse_few(module, units, number)
+        _refuse_few(module, units, num_stages)
         if example is not None:
             costs = collectives.on_rank0(job, lambda: _measure(module, units, example))
-        stages = _partition(units, costs, number)
+        stages = _partition(units, costs, num_stages)
     else:
         stages = _named_stages(module, list(split))
-        _refuse_unowned(module, [unit for stage in stages for unit in stage])
-    _refuse_number(stages, ranks, schedule)
+        _refuse_unowned(module, [unit for units in stages for unit in units])
+    _refuse_count(stages, ranks, schedule)
     _refuse_shared(module, stages)
     _refuse_untrained(module, stages, is_named=split is not None)
     return stages
@@ -114,11 +114,11 @@ def _size(module: nn.Module, unit: str) -> int:
     return sum(p.numel() for p in module.get_submodule(unit).parameters())
 
 
-def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
-    if len(units) < number:
+def _refuse_few(module: nn.Module, units: list[str], num_stages: int) -> None:
+    if len(units) < num_stages:
         raise ConfigError(
             f"{type(module).__name__} has {_count(len(units), 'layer')} with parameters, too few for "
-            f"{number} stages.",
+            f"{num_stages} stages.",
             fix="use a smaller pp, or give split= with names of inner submodules.",
         )
 
@@ -127,26 +127,26 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
-    """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
+def _partition(units: list[str], costs: Sequence[float], num_stages: int) -> list[list[str]]:
+    """`num_stages` stages of consecutive units, so that the largest sum of costs is as small as possible."""
     totals = list(accumulate(costs, initial=0.0))
     # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
-    for stages in range(1, number + 1):
-        for end in range(stages, len(units) + 1):
+    for count in range(1, num_stages + 1):
+        for end in range(count, len(units) + 1):
             candidates = []
-            for begin in range(stages - 1, end):
-                if (stages - 1, begin) in best:
-                    largest, squares, _ = best[stages - 1, begin]
+            for begin in range(count - 1, end):
+                if (count - 1, begin) in best:
+                    largest, squares, _ = best[count - 1, begin]
                     cost = totals[end] - totals[begin]
                     candidates.append((max(largest, cost), squares + cost**2, begin))
-            best[stages, end] = min(candidates)
-    cuts, end = [], len(units)
-    for stages in range(number, 0, -1):
-        begin = best[stages, end][2]
-        cuts.append(units[begin:end])
+            best[count, end] = min(candidates)
+    stages, end = [], len(units)
+    for count in range(num_stages, 0, -1):
+        begin = best[count, end][2]
+        stages.append(units[begin:end])
         end = begin
-    return cuts[::-1]
+    return stages[::-1]
 
 
 def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[float]:
@@ -166,15 +166,18 @@ def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[floa
         nonlocal began
         began = now()
 
-    def after(at: int) -> Callable[..., None]:
+    def after(index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            least[at] = min(least[at], now() - began)
+            least[index] = min(least[index], now() - began)
 
         return hook
 
-    for at, unit in enumerate(units):
+    for index, unit in enumerate(units):
         layer = module.get_submodule(unit)
-        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(at))]
+        hooks += [
+            layer.register_forward_pre_hook(before),
+            layer.register_forward_hook(after(index)),
+        ]
     training = [layer for layer in module.modules() if layer.training]
     try:
         module.eval()
@@ -195,18 +198,19 @@ def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[floa
     return least
 
 
-def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
-    number = len(stages)
-    if ranks == 1 or number == ranks or (schedule in LOOPED and number % ranks == 0):
+def _refuse_count(stages: list[list[str]], ranks: int, schedule: str) -> None:
+    num_stages = len(stages)
+    is_multiple = num_stages % ranks == 0
+    if ranks == 1 or num_stages == ranks or (schedule in LOOPED and is_multiple):
         return
     fits = f"a multiple of {ranks}" if schedule in LOOPED else f"{ranks}"
     fix = f"give {_count(ranks - 1, 'name')}, or change pp."
     if schedule in LOOPED:
         fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
-    elif number % ranks == 0:
+    elif is_multiple:
         fix += " schedule='interleaved' has several stages on a rank."
     raise ConfigError(
-        f"split makes {number} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
+        f"split makes {num_stages} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
         fix=fix,
     )
 
@@ -234,25 +238,25 @@ def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
 
 def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
     owners: dict[int, tuple[str, int]] = {}
-    for number, stage in enumerate(stages):
-        for unit in stage:
+    for stage, units in enumerate(stages):
+        for unit in units:
             layer = module.get_submodule(unit)
             for path, inner in layer.named_modules(prefix=unit, remove_duplicate=False):
-                first, other = owners.setdefault(id(inner), (path, number))
-                if other != number and inner.state_dict():
+                first, other = owners.setdefault(id(inner), (path, stage))
+                if other != stage and inner.state_dict():
                     raise ConfigError(
-                        f"{first} and {path} are one module, but belong to stages {other} and {number}.",
+                        f"{first} and {path} are one module, but belong to stages {other} and {stage}.",
                         why="each stage is on another rank.",
                         fix="split so that one stage has both, or use two modules.",
                     )
-    stage_of = {unit: number for number, stage in enumerate(stages) for unit in stage}
+    stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
     for first, *others in tied_parameters(module):
         for name in others:
-            numbers = [stage_of[enclosing(each, stage_of)] for each in (first, name)]
-            if numbers[0] != numbers[1]:
+            stage, other = (stage_of[enclosing(each, stage_of)] for each in (first, name))
+            if stage != other:
                 raise ConfigError(
                     f"{first} and {name} are one parameter (tied weights), but belong to stages "
-                    f"{numbers[0]} and {numbers[1]}.",
+                    f"{stage} and {other}.",
                     why="each stage is on another rank and would train its own copy.",
                     fix="untie them, or split so that one stage has both.",
                     parameters=[first, name],
@@ -261,21 +265,21 @@ def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
 
 def _refuse_untrained(module: nn.Module, stages: list[list[str]], *, is_named: bool) -> None:
     choose = "choose other names for split" if is_named else "give split= with names of submodules"
-    for number, stage in enumerate(stages):
-        parameters = [p for unit in stage for p in module.get_submodule(unit).parameters()]
+    for stage, units in enumerate(stages):
+        parameters = [p for unit in units for p in module.get_submodule(unit).parameters()]
         if len(stages) > 1 and not any(p.requires_grad for p in parameters):
             raise ConfigError(
-                f"stage {number} ({', '.join(stage) or 'empty'}) has no trainable parameter.",
+                f"stage {stage} ({', '.join(units) or 'empty'}) has no trainable parameter.",
                 fix=f"{choose}, so that each stage has one.",
             )
 
 
 def log_stages(module: nn.Module, stages: list[list[str]], schedule: str) -> None:
     shown = []
-    for number, stage in enumerate(stages):
-        size = sum(_size(module, unit) for unit in stage)
-        names = stage[0] if len(stage) == 1 else f"{stage[0]} to {stage[-1]}"
-        shown.append(f"{number}: {names} ({size:,} parameters)")
+    for stage, units in enumerate(stages):
+        size = sum(_size(module, unit) for unit in units)
+        names = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
+        shown.append(f"{stage}: {names} ({size:,} parameters)")
     log.logger.info("pipeline (%s): stage %s.", schedule, "; ".join(shown))
 
 

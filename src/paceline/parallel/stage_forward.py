@@ -44,23 +44,23 @@ from paceline.parallel.pipeline_stages import stateless_layers
 SENDABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class RankStages:
-    """The stages of a model on one rank of a pipeline, and their forwards.
+class ModelPart:
+    """The part of a model that one rank of a pipeline holds, and the forwards of its stages.
 
     Attributes:
         stages: For each stage of the pipeline, its units.
         units: The units of all stages, in the order of their calls.
         stage_of: The stage of each unit.
-        own: The stages of this rank.
+        own_stages: The stages of this rank.
         layers: This rank's submodules, by unit, and those that belong to no stage.
         running: The forward of a stage in progress.
     """
 
     def __init__(
-        self, job: Job, module: nn.Module, stages: list[list[str]], own: list[int]
+        self, job: Job, module: nn.Module, stages: list[list[str]], own_stages: list[int]
     ) -> None:
-        self.module, self.stages, self.own = module, stages, own
-        self.stage_of = {unit: number for number, stage in enumerate(stages) for unit in stage}
+        self.module, self.stages, self.own_stages = module, stages, own_stages
+        self.stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
         self.units = list(self.stage_of)
         self.running: _StageForward | None = None
         self.layers: dict[str, nn.Module] = {}
@@ -69,8 +69,8 @@ class RankStages:
         self._interceptors: dict[str, _Interceptor] = {}
         for unit in [*self.units, *stateless_layers(module, self.units)]:
             layer = module.get_submodule(unit)
-            number = self.stage_of.get(unit)
-            if number is None or number in own:
+            stage = self.stage_of.get(unit)
+            if stage is None or stage in own_stages:
                 self.layers[unit] = layer
                 self._interceptors[unit] = _Interceptor(self, unit, layer, type(layer))
             else:
@@ -79,13 +79,13 @@ class RankStages:
                 self._put(unit, missing)
 
     @property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         """The last stage of the pipeline."""
         return len(self.stages) - 1
 
-    def layers_of(self, number: int) -> list[nn.Module]:
+    def layers_of(self, stage: int) -> list[nn.Module]:
         """The submodules of one of this rank's stages."""
-        return [self.layers[unit] for unit in self.stages[number]]
+        return [self.layers[unit] for unit in self.stages[stage]]
 
     def _put(self, unit: str, layer: nn.Module) -> None:
         parent, _, name = unit.rpartition(".")
@@ -96,7 +96,7 @@ class RankStages:
         """Replace this rank's submodules, for the forward or backward of a stage."""
         for unit, interceptor in self._interceptors.items():
             if self.module.get_submodule(unit) is not self.layers.get(unit, interceptor):
-                raise self._replaced(unit)
+                raise self._replaced_error(unit)
         for unit, layer in self.layers.items():
             self._interceptors[unit].training = layer.training
             self._put(unit, self._interceptors[unit])
@@ -106,42 +106,42 @@ class RankStages:
             for unit, layer in self.layers.items():
                 self._put(unit, layer)
 
-    def forward(self, number: int, args: Any, kwargs: Any, received: torch.Tensor | None) -> Any:
-        """Compute stage `number`: the tensor to send, or what the model returns.
+    def forward(self, stage: int, args: Any, kwargs: Any, received: torch.Tensor | None) -> Any:
+        """Compute one of this rank's stages: the tensor to send, or what the model returns.
 
         Args:
             args, kwargs: The arguments of the model.
             received: What the stage before has sent; None for stage 0.
         """
-        if number != self.own[-1]:
+        if stage != self.own_stages[-1]:
             # `forward` may change its arguments in place, and a later stage of this rank gets them too.
             args, kwargs = copy_tensors((args, kwargs))
-        self.running = _StageForward(self, number, received)
+        self.running = _StageForward(self, stage, received)
         try:
             with self.intercepted():
                 output = self._forward(*args, **kwargs)
             self.running.check_end(output)
             return output
         except _StageEnd as end:
-            return self._sendable(number, end.args[0])
+            return self._sendable(stage, end.args[0])
         except StopIteration as error:
-            raise self._no_parameters() from error
+            raise self._no_parameters_error() from error
         except Exception as error:
             if self.running.has_begun or isinstance(error, PacelineError):
                 raise
             raise self.split_error(
-                f"stage {number} cannot skip the computations between the submodules before it: "
+                f"stage {stage} cannot skip the computations between the submodules before it: "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
             self.running = None
 
-    def _sendable(self, number: int, x: Any) -> torch.Tensor:
+    def _sendable(self, stage: int, x: Any) -> torch.Tensor:
         if isinstance(x, torch.Tensor) and x.dtype in SENDABLE:
             return x.contiguous()
         shown = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise self.split_error(
-            f"the first argument of {self.stages[number + 1][0]} is a {shown}, not a floating-point tensor"
+            f"the first argument of {self.stages[stage + 1][0]} is a {shown}, not a floating-point tensor"
         )
 
     def split_error(self, what: str) -> ConfigError:
@@ -153,7 +153,7 @@ class RankStages:
             "submodules, or split at other names.",
         )
 
-    def _replaced(self, unit: str) -> ConfigError:
+    def _replaced_error(self, unit: str) -> ConfigError:
         return ConfigError(
             f"{unit} was replaced after paceline.pipeline(...).",
             where=self._job.where(),
@@ -161,7 +161,7 @@ class RankStages:
             fix="replace submodules before paceline.pipeline(...). To compile one, call its `compile()`.",
         )
 
-    def _no_parameters(self) -> ConfigError:
+    def _no_parameters_error(self) -> ConfigError:
         return ConfigError(
             f"the `forward` of {type(self.module).__name__} raised StopIteration.",
             where=self._job.where(),
@@ -183,9 +183,9 @@ class _StageForward:
         has_begun: Whether the stage's own submodules have begun, so that tensors have values.
     """
 
-    def __init__(self, stages: RankStages, stage: int, received: torch.Tensor | None) -> None:
+    def __init__(self, part: ModelPart, stage: int, received: torch.Tensor | None) -> None:
         self.has_begun = stage == 0
-        self._stages = stages
+        self._part = part
         self._stage = stage
         self._received = received
         self._has_grad = torch.is_grad_enabled()
@@ -193,17 +193,17 @@ class _StageForward:
 
     def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
         """The call of a submodule by `forward`: compute it, skip it, or end the stage."""
-        stage = self._stages.stage_of.get(unit)
-        if stage is None:
+        owner = self._part.stage_of.get(unit)
+        if owner is None:
             return self._call_stateless(layer, args, kwargs)
         if unit != self._next:
             raise self._error(f"`forward` calls {unit} where {self._next} was expected")
         self._num_called += 1
-        if stage < self._stage:
+        if owner < self._stage:
             return self._placeholder()
-        if stage > 0 and unit == self._stages.stages[stage][0]:
+        if owner > 0 and unit == self._part.stages[owner][0]:
             first = args[0] if args else next(iter(kwargs.values()), None)
-            if stage > self._stage:
+            if owner > self._stage:
                 raise _StageEnd(first)
             self._begin(unit, first)
             args, kwargs = _with_received(args, kwargs)
@@ -244,12 +244,12 @@ class _StageForward:
 
     @property
     def _next(self) -> str:
-        units = self._stages.units
+        units = self._part.units
         return units[self._num_called] if self._num_called < len(units) else "nothing more"
 
     def check_end(self, output: Any) -> None:
         """Check a forward that returned."""
-        if self._num_called < len(self._stages.units):
+        if self._num_called < len(self._part.units):
             raise self._error(f"`forward` does not call {self._next}")
         if _has_placeholder(output):
             raise self._error(
@@ -257,7 +257,7 @@ class _StageForward:
             )
 
     def _error(self, what: str) -> ConfigError:
-        return self._stages.split_error(what)
+        return self._part.split_error(what)
 
 
 class _Interceptor(nn.Module):
@@ -269,11 +269,11 @@ class _Interceptor(nn.Module):
     """
 
     def __init__(
-        self, stages: RankStages, name: str, layer: nn.Module | None, kind: type[nn.Module]
+        self, part: ModelPart, name: str, layer: nn.Module | None, kind: type[nn.Module]
     ) -> None:
         super().__init__()
         self._kind = kind
-        self._what = stages, name, layer  # a tuple, so that torch does not register the layer
+        self._target = part, name, layer  # a tuple, so that torch does not register the layer
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[nn.Module]:  # type: ignore[override]
@@ -281,15 +281,15 @@ class _Interceptor(nn.Module):
         return kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stages, name, layer = self._what
-        if stages.running is not None:
-            return stages.running.call(name, layer, args, kwargs)
+        part, name, layer = self._target
+        if part.running is not None:
+            return part.running.call(name, layer, args, kwargs)
         if layer is None:
             raise self._missing(f"`{name}` cannot be called")
         # Activation checkpointing computes it again in the backward, with the arguments that `forward` gave.
         args, kwargs = _with_received(args, kwargs)
-        if name in stages.stage_of and _has_placeholder((args, kwargs)):
-            raise stages.split_error(
+        if name in part.stage_of and _has_placeholder((args, kwargs)):
+            raise part.split_error(
                 f"{name} is computed again in the backward with a value of an earlier stage"
             )
         return layer(*args, **kwargs)
@@ -298,16 +298,16 @@ class _Interceptor(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__") or name == "_what":
+            if name.startswith("__") or name == "_target":
                 raise
-        _, unit, layer = self._what
+        _, path, layer = self._target
         if layer is None:
-            raise self._missing(f"`{unit}.{name}` cannot be read")
+            raise self._missing(f"`{path}.{name}` cannot be read")
         return getattr(layer, name)
 
     def _missing(self, what: str) -> _NotHere:
         return _NotHere(
-            f"`{self._what[1]}` is on another stage, so {what} on this rank.",
+            f"`{self._target[1]}` is on another stage, so {what} on this rank.",
             why="a pipeline calls the model's `forward` on each stage, with its own submodules only.",
             fix="move the computation into a submodule.",
         )

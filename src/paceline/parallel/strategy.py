@@ -26,21 +26,21 @@ from paceline.parallel.modules import is_sharded, unwrap, warn_untrained
 
 
 class ScheduledStep(Protocol):
-    """A step whose micro-batches the strategy runs. They are numbered from 0.
+    """A step whose micro-batches the strategy runs. They have indices from 0.
 
     Attributes:
-        size: Number of this rank's micro-batches.
+        num_micro_batches: Number of this rank's micro-batches.
     """
 
-    size: int
+    num_micro_batches: int
 
-    def forward(self, at: int, stage: int) -> AbstractContextManager[None]:
+    def forward(self, index: int, stage: int) -> AbstractContextManager[None]:
         """The context of a forward: precision, and dropout's generator seeded for micro-batch and stage."""
 
-    def call(self, at: int) -> Any:
+    def call(self, index: int) -> Any:
         """What the user's loss function returns for a micro-batch."""
 
-    def weigh(self, at: int, result: Any) -> tuple[torch.Tensor, bool]:
+    def weigh(self, index: int, result: Any) -> tuple[torch.Tensor, bool]:
         """Check and record a result of `call`. The last call counts.
 
         Returns:
@@ -52,7 +52,8 @@ class Strategy:
     """The strategy of one process, and the base of those for several ranks.
 
     A step calls `begin_step`, then `before_forward` and `backward` for each micro-batch (`backward` once
-    for each optimizer), then `end_micro_batches`, then `finish` for each optimizer.
+    for each optimizer) and `end_micro_batches`, or `run_micro_batches` in place of these three, then `finish`
+    for each optimizer.
 
     Attributes:
         divisor: After `finish` a gradient is the sum over all ranks divided by this number.
@@ -85,8 +86,8 @@ class Strategy:
         self._job = job
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self._batchnorms = syncbn.Ghosts(models)
-        self.needs_equal_micro_batches = job.data.size > 1 and self._batchnorms.synchronised
+        self._ghost_mode = syncbn.GhostMode(models)
+        self.needs_equal_micro_batches = job.data.size > 1 and self._ghost_mode.synchronised
         self._prepare(batches)
 
     def _prepare(self, batches: Batches) -> None:
@@ -94,11 +95,7 @@ class Strategy:
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        """Whether models that are wrapped like these can be trained by this strategy.
-
-        If several fit, the most derived class is used, so a strategy that overlaps another one must be
-        derived from it.
-        """
+        """Whether this strategy trains models that are wrapped like these. At most one strategy fits."""
         return job.world_size == 1 and not any(map(is_sharded, models))
 
     def check(self) -> None:
@@ -121,7 +118,7 @@ class Strategy:
     def before_forward(self, micro: MicroBatch) -> None:
         """Prepare for the forward of a micro-batch."""
         if self.needs_equal_micro_batches:
-            self._batchnorms.set(micro.is_ghost)
+            self._ghost_mode.set(micro.is_ghost)
 
     def backward(
         self,
@@ -140,12 +137,12 @@ class Strategy:
     def end_micro_batches(self) -> bool:
         """Called after the last micro-batch. Returns whether all must be run again, equal on all ranks."""
         if self.needs_equal_micro_batches:
-            self._batchnorms.set(False)
+            self._ghost_mode.set(False)
         return False
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set on the models. Called when the loop ends or is left."""
-        self._batchnorms.set(False)
+        self._ghost_mode.set(False)
 
     def run_micro_batches(self, step: ScheduledStep) -> None:
         """Run forward and backward of all micro-batches, if `runs_micro_batches`."""
@@ -225,6 +222,6 @@ class Strategy:
         """Load what `state_dict` returned in an earlier run, on any number of ranks."""
 
 
-# Filled on import: training.py adds those of one process and of DDP; fsdp.py and pipeline.py add their own,
-# since importing FSDP2 takes 0.5 s. The order has no meaning.
+# Filled on import: training.py adds those of one process and of replicas; fsdp.py and pipeline.py add their
+# own, since importing FSDP2 takes 0.5 s. The order has no meaning.
 STRATEGIES: list[type[Strategy]] = []

@@ -63,13 +63,13 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
     ghost: bool
     link: _Link
-    was: type[nn.Module]  # the class that `sync_batchnorm` replaced
+    original_class: type[nn.Module]  # before `sync_batchnorm`
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
         self._check_dimensions(input)
 
     def _check_dimensions(self, input: torch.Tensor) -> None:
-        allowed = _DIMENSIONS.get(self.was, range(2, 9))
+        allowed = _DIMENSIONS.get(self.original_class, range(2, 9))
         if input.dim() not in allowed:
             dimensions = " or ".join(f"{number}D" for number in allowed)
             raise ValueError(f"expected {dimensions} input (got {input.dim()}D input)")
@@ -281,7 +281,7 @@ def _convert(layer: nn.Module, link: _Link) -> None:
         # The class of the object is changed, as in torch's lazy modules, so that hooks, flags and
         # other references to the layer stay valid.
         layer.__dict__.pop("process_group", None)
-        layer.__dict__.update(was=type(layer), ghost=False)
+        layer.__dict__.update(original_class=type(layer), ghost=False)
         layer.__class__ = SyncBatchNorm
     layer.__dict__["link"] = link
 
@@ -317,7 +317,7 @@ def batchnorms(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, _KINDS)]
 
 
-class Ghosts:
+class GhostMode:
     """Keeps the samples of ghost micro-batches out of all BatchNorm statistics of some models.
 
     Synchronised layers give them weight 0. Plain layers run in eval mode.

@@ -31,7 +31,6 @@ from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
-from paceline.parallel.ddp import Replica
 from paceline.parallel.modules import (
     PIPELINE,
     OtherStage,
@@ -41,6 +40,7 @@ from paceline.parallel.modules import (
     is_sharded,
     unwrap,
 )
+from paceline.parallel.replica import Replica
 from paceline.training.precision import autocast_of
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -197,7 +197,7 @@ def _run(
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
     """
     may_stop = not is_sharded(model)
-    pipe = unwrap(model).__dict__.get(PIPELINE)
+    runner = unwrap(model).__dict__.get(PIPELINE)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
     is_preempted = False
@@ -206,16 +206,16 @@ def _run(
             if notice.received and may_stop:
                 is_preempted = True
                 break
-            if pipe is not None:
-                pipe.calls_left = 1
+            if runner is not None:
+                runner.calls_left = 1
             try:
                 with autocast:
                     results = _by_name(score(model, each.batch))
             except OtherStage:
                 continue  # the last stage of the pipeline reports the results
             finally:
-                if pipe is not None:
-                    pipe.calls_left = None
+                if runner is not None:
+                    runner.calls_left = None
             if each.is_ghost:
                 continue
             for name, metric in metrics.items():

@@ -33,6 +33,10 @@ class TrainedOptimizer:
     schedule: TrainedSchedule
     token_divisor: float = 0.0
     sample_length: SampleLength = field(default_factory=SampleLength)
+    _num_parameters: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_parameters = len(self.parameters)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -46,6 +50,13 @@ class TrainedOptimizer:
             for name, p in unwrap(model).named_parameters()
             if id(p) in owned
         ]
+
+    def clear_gradients_if_extended(self) -> None:
+        """Clear the gradients that new parameters got from backwards before the optimizer owned them."""
+        number = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if number != self._num_parameters:
+            self._num_parameters = number
+            self.clear_gradients()
 
     def clear_gradients(self) -> None:
         if type(self.optimizer).zero_grad is not Optimizer.zero_grad:

@@ -168,11 +168,11 @@ class Step:
                 why="each gives the samples of this step once.",
                 fix="use either `step.batch` or `for batch in step`.",
             )
-        strategy.begin_step(self._planned)
+        self._begin_micro_batches()
         micros = list(self._planned) if strategy.repeats_steps else self._planned
         yield from self._run_micro_batches(micros)
         while strategy.end_micro_batches():
-            strategy.begin_step(self._planned)
+            self._begin_micro_batches()
             self._num_begun = 0
             self._records = [
                 _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
@@ -212,7 +212,7 @@ class Step:
                 why=why,
                 fix="write the loop: `for batch in step: ... step.backward(loss, count=n)`.",
             )
-        strategy.begin_step(self._planned)
+        self._begin_micro_batches()
         clock.enter(DATA)
         (micro,) = self._planned
         clock.enter(FORWARD)
@@ -233,6 +233,12 @@ class Step:
                 why="its schedule runs the forwards and backwards of all micro-batches together.",
                 fix="step.run(lambda batch: (loss of model(x) and y, count)).",
             )
+
+    def _begin_micro_batches(self) -> None:
+        """Prepare for the micro-batches of the step, or for their repetition."""
+        for record in self._records:
+            record.trained.clear_gradients_if_extended()
+        self._context.strategy.begin_step(self._planned)
 
     def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context
@@ -315,18 +321,19 @@ class Step:
             )
         strategy = self._context.strategy
         if strategy.runs_micro_batches:
+            self._begin_micro_batches()
             clock.enter(DATA)
             micros = list(self._planned)
             if self._context.checks_rows:
                 for micro in micros:
                     refuse_dropped_samples(micro.batch, micro.count, self._where)
             scheduled = _Scheduled(self, micros, loss_fn, reduction)
-            self._num_begun = scheduled.size
+            self._num_begun = scheduled.num_micro_batches
             clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(OTHER)
             (record,) = self._records
-            record.backwards = scheduled.size
+            record.backwards = scheduled.num_micro_batches
             record.loss = scheduled.loss
             record.count = strategy.step_count(scheduled.count)
             return
@@ -758,12 +765,12 @@ class _Scheduled:
         self._step, self._micros, self._loss_fn = step, micros, loss_fn
         self._reduction = reduction
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
-        self.size = len(micros)
+        self.num_micro_batches = len(micros)
 
     @contextmanager
-    def forward(self, at: int, stage: int) -> Iterator[None]:
+    def forward(self, index: int, stage: int) -> Iterator[None]:
         context = self._step._context
-        seed = self._step._dropout_seed(self._micros[at])
+        seed = self._step._dropout_seed(self._micros[index])
         # Layers of two stages must not draw the same masks.
         context.generator.manual_seed(pair_seed(seed, stage, 0) if stage else seed)
         context.precision.enter()
@@ -772,27 +779,27 @@ class _Scheduled:
         finally:
             context.precision.leave()
 
-    def call(self, at: int) -> Any:
-        return self._loss_fn(self._micros[at].batch)
+    def call(self, index: int) -> Any:
+        return self._loss_fn(self._micros[index].batch)
 
-    def weigh(self, at: int, result: Any) -> tuple[torch.Tensor, bool]:
-        step, micro = self._step, self._micros[at]
+    def weigh(self, index: int, result: Any) -> tuple[torch.Tensor, bool]:
+        step, micro = self._step, self._micros[index]
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
         start, own = step._weighed(loss, count, self._reduction, record, loss)
-        self._sums[at] = own, count
+        self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
 
     @property
     def loss(self) -> torch.Tensor | None:
         """The sum of the losses, in the order of the micro-batches; None without any."""
         total: torch.Tensor | None = None
-        for at in sorted(self._sums):
-            own = self._sums[at][0]
+        for index in sorted(self._sums):
+            own = self._sums[index][0]
             total = own if total is None else total + own
         return total
 
     @property
     def count(self) -> Any:
-        return sum(self._sums[at][1] for at in sorted(self._sums))
+        return sum(self._sums[index][1] for index in sorted(self._sums))

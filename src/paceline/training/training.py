@@ -180,10 +180,9 @@ class Training:
             )
         syncbn.agree_on_layers(self.job, self.models)
         arguments = self.job, self.models, self.optimizers
-        same = [kind for kind in STRATEGIES if kind.is_reproducible == self.reproducible]
-        if fitting := [kind for kind in same if kind.fits(*arguments)]:
-            derived = max(fitting, key=lambda kind: len(kind.mro()))
-            return derived(*arguments, self.batches)
+        for kind in STRATEGIES:
+            if kind.is_reproducible == self.reproducible and kind.fits(*arguments):
+                return kind(*arguments, self.batches)
         if self.reproducible and any(map(is_sharded, self.models)):
             raise ConfigError(
                 "reproducible training does not support models that are split over ranks.",

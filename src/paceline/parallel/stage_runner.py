@@ -1,6 +1,6 @@
-"""`Pipe`: what the ranks of a pipeline do in a step, and what a call of the model does.
+"""`StageRunner`: what the ranks of a pipeline do in a step, and what a call of the model does.
 
-A step (`Pipe.run`):
+A step (`StageRunner.run`):
 
 1. Find the arguments of the model. The user's loss function is called for each micro-batch; its call of the
    model ends it (`_Captured`).
@@ -44,7 +44,7 @@ from paceline.job.job import Job
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import OtherStage, enclosing
 from paceline.parallel.pipeline_stages import LOOPED
-from paceline.parallel.stage_forward import SENDABLE, RankStages
+from paceline.parallel.stage_forward import SENDABLE, ModelPart
 from paceline.parallel.strategy import ScheduledStep
 
 SCHEDULES: dict[str, Any] = {
@@ -57,9 +57,8 @@ _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
-_Forward = Callable[
-    [torch.Tensor], torch.Tensor
-]  # of a stage and a micro-batch, from what is received
+# The forward of one stage and one micro-batch: what it sends, from what it receives.
+_Forward = Callable[[torch.Tensor], torch.Tensor]
 # Tensors without memory like the input and the output of each stage of this rank.
 _Templates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -77,8 +76,8 @@ class Owned(NamedTuple):
     rank: int | None
 
 
-class Pipe:
-    """The part of a pipeline on this rank.
+class StageRunner:
+    """Runs the stages of a pipeline that are on this rank.
 
     Attributes:
         group: The ranks that hold the stages of one replica.
@@ -89,15 +88,15 @@ class Pipe:
     def __init__(self, job: Job, module: nn.Module, stages: list[list[str]], schedule: str) -> None:
         self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._job, self._module, self._kind = job, module, schedule
-        rank_of = {unit: n % self._size for n, stage in enumerate(stages) for unit in stage}
+        self._job, self._module, self._schedule_name = job, module, schedule
+        rank_of = {unit: stage % self._size for stage, units in enumerate(stages) for unit in units}
         self.owners = {
             name: Owned(value.shape, value.dtype, rank_of.get(enclosing(name, rank_of)))
             for name, value in module.state_dict().items()
         }
-        own = list(range(self._rank, len(stages), self._size))
-        self._stages = RankStages(job, module, stages, own)
-        self._has_last = self._stages.last in own
+        own_stages = list(range(self._rank, len(stages), self._size))
+        self._part = ModelPart(job, module, stages, own_stages)
+        self._has_last = self._part.last_stage in own_stages
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
         self.calls_left: int | None = None
         # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
@@ -110,19 +109,19 @@ class Pipe:
 
     def run(self, step: ScheduledStep) -> tuple[float, float]:
         """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
-        arguments = [self._capture(step, at) for at in range(step.size)]
+        arguments = [self._capture(step, index) for index in range(step.num_micro_batches)]
         shapes = [repr(_shapes(each)) for each in arguments]
         began, busy_s = time.perf_counter(), 0.0
         self._mode = "refuse"
         try:
-            for shape, micros in self._split(shapes):
-                schedule = self._schedule_of(len(micros), shape, step, micros[0], arguments)
+            for shape, indices in self._groups(shapes):
+                schedule = self._schedule_for(step, indices, shape, arguments[indices[0]])
                 forwards = {
-                    number: [
-                        partial(self._forward_or_loss, step, at, number, arguments[at], output)
-                        for at in micros
+                    stage: [
+                        partial(self._forward_or_loss, step, index, stage, arguments[index], output)
+                        for index in indices
                     ]
-                    for number, (_, output) in schedule.templates.items()
+                    for stage, (_, output) in schedule.templates.items()
                 }
                 busy_s += schedule.run(forwards)
         except RuntimeError as error:
@@ -131,48 +130,54 @@ class Pipe:
             self._mode = "all_stages"
         return busy_s, time.perf_counter() - began
 
-    def _split(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-        """Neighbouring micro-batches of one shape, in numbers that the schedule takes at once."""
+    def _groups(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+        """Neighbouring micro-batches of one shape, as many as the schedule takes at once."""
         for shape, group in groupby(range(len(shapes)), shapes.__getitem__):
-            micros = list(group)
-            while micros:
-                size = len(micros)
-                if self._kind in LOOPED and size >= 2 * self._size:
-                    size -= size % self._size
-                yield shape, micros[:size]
-                micros = micros[size:]
+            indices = list(group)
+            while indices:
+                count = len(indices)
+                if self._schedule_name in LOOPED and count >= 2 * self._size:
+                    count -= count % self._size
+                yield shape, indices[:count]
+                indices = indices[count:]
 
-    def _schedule_of(
-        self, size: int, shape: str, step: ScheduledStep, at: int, arguments: Sequence[_Arguments]
+    def _schedule_for(
+        self, step: ScheduledStep, indices: list[int], shape: str, arguments: _Arguments
     ) -> _Schedule:
-        key = size, shape
+        """A schedule for these micro-batches. `arguments` are those of the first one."""
+        key = len(indices), shape
         if key not in self._schedules:
-            templates = self._templates(step, at, arguments[at])
+            templates = self._templates(step, indices[0], arguments)
             self._schedules[key] = _Schedule(
-                self._stages, self._kind, size, templates, self.group, self._job.device
+                self._part,
+                self._schedule_name,
+                len(indices),
+                templates,
+                self.group,
+                self._job.device,
             )
             if len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _templates(self, step: ScheduledStep, at: int, arguments: _Arguments) -> _Templates:
+    def _templates(self, step: ScheduledStep, index: int, arguments: _Arguments) -> _Templates:
         """Find the shapes of what this rank's stages receive and return, with one forward of all stages."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def compute(number: int, received: torch.Tensor | None) -> Any:
-            output = self._forward(step, at, number, copy_tensors(arguments), received)
-            if number == self._stages.last:
+        def compute(stage: int, received: torch.Tensor | None) -> Any:
+            output = self._forward(step, index, stage, copy_tensors(arguments), received)
+            if stage == self._part.last_stage:
                 output = torch.empty((), dtype=torch.float32)  # the loss
-            if received is None:
-                received = torch.empty(1, dtype=torch.int64)  # a number of `_Schedule.run`
-            found[number] = _like(received), _like(output)
+            if received is None:  # stage 0 gets the number of the micro-batch from `_Schedule.run`
+                received = torch.empty(1, dtype=torch.int64)
+            found[stage] = _like(received), _like(output)
             return output
 
         buffers = list(self._module.buffers())
         kept = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
-            self._pass(compute)
+            self._run_all_stages(compute)
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
         return found
@@ -180,20 +185,20 @@ class Pipe:
     def _forward(
         self,
         step: ScheduledStep,
-        at: int,
-        number: int,
+        index: int,
+        stage: int,
         arguments: _Arguments,
         received: torch.Tensor | None,
     ) -> Any:
-        """Stage `number` of a micro-batch: the tensor to send, or what the model returns."""
-        with step.forward(at, number):
-            return self._stages.forward(number, *arguments, received)
+        """A stage of a micro-batch: the tensor to send, or what the model returns."""
+        with step.forward(index, stage):
+            return self._part.forward(stage, *arguments, received)
 
     def _forward_or_loss(
         self,
         step: ScheduledStep,
-        at: int,
-        number: int,
+        index: int,
+        stage: int,
         arguments: _Arguments,
         template: torch.Tensor,
         received: torch.Tensor,
@@ -203,14 +208,14 @@ class Pipe:
         Args:
             template: The shape and dtype for which the schedule has buffers.
         """
-        output = self._forward(step, at, number, arguments, received if number else None)
-        if number == self._stages.last:
+        output = self._forward(step, index, stage, arguments, received if stage else None)
+        if stage == self._part.last_stage:
             # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
-            return self._loss(step, at, output).float()
+            return self._loss(step, index, output).float()
         assert isinstance(output, torch.Tensor)
         if (output.shape, output.dtype) != (template.shape, template.dtype):
             raise StepError(
-                f"stage {number} returns a tensor of shape {list(output.shape)} and {output.dtype}; for "
+                f"stage {stage} returns a tensor of shape {list(output.shape)} and {output.dtype}; for "
                 f"another micro-batch it was {list(template.shape)} and {template.dtype}.",
                 where=self._job.where(),
                 why="the tensors among the model's arguments have the same shapes in both, so both use the "
@@ -227,7 +232,7 @@ class Pipe:
         )
         if is_of_torch and isinstance(error.__cause__, Exception):
             raise error.__cause__
-        if self._kind == "zero_bubble" and "second time" in str(error):
+        if self._schedule_name == "zero_bubble" and "second time" in str(error):
             raise StepError(
                 "schedule='zero_bubble' cannot compute the gradients of this model.",
                 where=self._job.where(),
@@ -239,12 +244,12 @@ class Pipe:
 
     # The loss function of a step.
 
-    def _capture(self, step: ScheduledStep, at: int) -> _Arguments:
+    def _capture(self, step: ScheduledStep, index: int) -> _Arguments:
         """The arguments with which the loss function calls the model."""
         self._mode = "capture"
         try:
-            with step.forward(at, 0):
-                step.call(at)
+            with step.forward(index, 0):
+                step.call(index)
         except _Captured as captured:
             args, kwargs = captured.args
             return args, kwargs
@@ -256,15 +261,15 @@ class Pipe:
             fix="call model(...) once for each micro-batch.",
         )
 
-    def _loss(self, step: ScheduledStep, at: int, output: Any) -> torch.Tensor:
+    def _loss(self, step: ScheduledStep, index: int, output: Any) -> torch.Tensor:
         """The weighted loss of a micro-batch from the model's output, on the last stage."""
         self._mode, self._output = "output", output
         try:
-            with step.forward(at, 0):
-                result = step.call(at)
+            with step.forward(index, 0):
+                result = step.call(index)
         finally:
             self._mode, self._output = "refuse", None
-        loss, has_gradient = step.weigh(at, result)
+        loss, has_gradient = step.weigh(index, result)
         self._refuse_other_uses(loss, tensors_of(output))
         if not has_gradient:
             discard_gradients(loss)
@@ -275,7 +280,7 @@ class Pipe:
         nodes = {output.grad_fn for output in outputs} - {None}
         if not nodes:
             return  # an output of a type in which no tensors are found
-        used = set(map(id, used_leaves(loss, behind=nodes))) - set(map(id, outputs))
+        used = set(map(id, used_leaves(loss, excluded=nodes))) - set(map(id, outputs))
         named = self._module.named_parameters() if used else ()
         if names := [name for name, p in named if id(p) in used]:
             raise StepError(
@@ -297,14 +302,15 @@ class Pipe:
             self._mode, output = "refuse", self._output
             return output
         self._refuse_call()
-        output = self._pass(
-            lambda number, received: self._stages.forward(number, args, kwargs, received)
+        output = self._run_all_stages(
+            lambda stage, received: self._part.forward(stage, args, kwargs, received)
         )
         if self._has_last:
             return output
         raise OtherStage(
-            f"rank {self._job.rank} holds stage {self._stages.own[-1]}, so it has no output of the model.",
-            why=f"the last of the {len(self._stages.stages)} stages has it.",
+            f"rank {self._job.rank} has no output of the model, because it holds stage "
+            f"{self._part.own_stages[-1]}.",
+            why=f"the last of the {len(self._part.stages)} stages has it.",
             fix="use paceline.evaluate, which takes the results of the last stage.",
         )
 
@@ -336,13 +342,13 @@ class Pipe:
 
     # One forward through all stages, without a schedule.
 
-    def _pass(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
+    def _run_all_stages(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
         """Call `compute` for each stage in turn; returns what the last stage computes, on its rank only."""
         output = None
         try:
-            for number in self._stages.own:
-                output = compute(number, self._receive() if number else None)
-                if number < self._stages.last:
+            for stage in self._part.own_stages:
+                output = compute(stage, self._receive() if stage else None)
+                if stage < self._part.last_stage:
                     self._send(output)
         except RuntimeError as error:
             self._job.reraise(error)
@@ -387,7 +393,7 @@ class Pipe:
 
 
 class _Schedule:
-    """A schedule of torch for a number of micro-batches of one shape, with this rank's stages.
+    """A schedule of torch for `count` micro-batches of one shape, with this rank's stages.
 
     Shapes are given, so that torch does not run the model to find them.
 
@@ -397,36 +403,36 @@ class _Schedule:
 
     def __init__(
         self,
-        stages: RankStages,
-        kind: str,
-        size: int,
+        part: ModelPart,
+        name: str,
+        count: int,
         templates: _Templates,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self.templates = templates
-        # torch splits a batch into micro-batches. It gets their numbers only: the stages know the arguments.
-        self._numbers = torch.arange(size, device=device)
-        self._modules = {n: _StageModule(stages, n) for n in stages.own}
-        self._stages = [
+        # torch splits a batch into micro-batches. It gets their numbers only: `forwards` know the arguments.
+        self._numbers = torch.arange(count, device=device)
+        self._modules = {stage: _StageModule(part, stage) for stage in part.own_stages}
+        self._torch_stages = [
             _TimedStage(
                 module,
-                number,
-                len(stages.stages),
+                stage,
+                len(part.stages),
                 device,
-                input_args=templates[number][0],
-                output_args=templates[number][1],
+                input_args=templates[stage][0],
+                output_args=templates[stage][1],
                 group=group,
                 dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
             )
-            for number, module in self._modules.items()
+            for stage, module in self._modules.items()
         ]
-        schedule = SCHEDULES[kind]
-        if schedule is Schedule1F1B and size < len(stages.stages):
+        schedule = SCHEDULES[name]
+        if schedule is Schedule1F1B and count < len(part.stages):
             schedule = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
         self._schedule = schedule(
-            self._stages if kind in LOOPED else self._stages[0],
-            size,
+            self._torch_stages if name in LOOPED else self._torch_stages[0],
+            count,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
@@ -437,12 +443,12 @@ class _Schedule:
         Args:
             forwards: For each stage of this rank, the forward of each micro-batch.
         """
-        for number, module in self._modules.items():
-            module.forwards = iter(forwards[number])
-        before = sum(stage.busy_s for stage in self._stages)
+        for stage, module in self._modules.items():
+            module.forwards = iter(forwards[stage])
+        before = sum(each.busy_s for each in self._torch_stages)
         inputs = (self._numbers,) if 0 in self._modules else ()
         self._schedule.step(*inputs, target=self._numbers, return_outputs=False)
-        return sum(stage.busy_s for stage in self._stages) - before
+        return sum(each.busy_s for each in self._torch_stages) - before
 
 
 class _StageModule(nn.Module):
@@ -455,10 +461,10 @@ class _StageModule(nn.Module):
 
     is_stage = True  # `paceline verify` looks for it
 
-    def __init__(self, stages: RankStages, number: int) -> None:
+    def __init__(self, part: ModelPart, stage: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(stages.layers_of(number))
-        self.intercepted = stages.intercepted
+        self.layers = nn.ModuleList(part.layers_of(stage))
+        self.intercepted = part.intercepted
         self.forwards: Iterator[_Forward] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
