@@ -15,7 +15,7 @@ def test_a_signal_that_the_import_swallows_still_ends_the_launcher(
 ) -> None:
     monkeypatch.setattr(launch, "_received", [])
     with pytest.raises(SystemExit):
-        launch._end(signal.SIGTERM, None)  # as in a callback, where Python only prints it
+        launch._exit(signal.SIGTERM, None)  # as in a callback, where Python only prints it
     with pytest.raises(SystemExit) as ended:
         launch._launch(["train.py"], cast(Any, None))
     assert ended.value.code == 128 + signal.SIGTERM

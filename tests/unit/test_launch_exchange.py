@@ -87,7 +87,7 @@ def test_failures_of_two_nodes_are_both_printed(skew_s: float) -> None:
 
 def test_equal_errors_of_all_nodes_are_one() -> None:
     for verdict in _verdicts([[outcome(0, -2.0)], [outcome(1, -1.9), outcome(2, -1.8)]]):
-        assert (verdict.original.rank, verdict.alike) == (0, (0, 1, 2))
+        assert (verdict.original.rank, verdict.ranks) == (0, (0, 1, 2))
 
 
 def test_a_rank_that_ended_well_on_another_node_is_named() -> None:
@@ -185,7 +185,7 @@ def test_states_of_ranks_arrive_whole() -> None:
     other.request_states(new=False)
     assert not other.states_requested()
     call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
-    where = StackSummary(script=(("train.py", 3, "step"),), waits_in="recv", lock=True)
+    where = StackSummary(script=(("train.py", 3, "step"),), torch_call="recv", lock=True)
     state = RankState(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
     other.publish_states([state])
     assert node.collect_states() == ([state], True)

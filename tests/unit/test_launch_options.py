@@ -36,6 +36,16 @@ def test_how_long_ranks_may_take_to_end(
     assert (read.grace_s(may_save=False), read.grace_s(may_save=True)) == expected
 
 
+@pytest.mark.parametrize("value", ["abc", "-5", "0.5", "nan", ""])
+def test_the_variable_of_the_shutdown_timeout_is_checked(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
+    said = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a whole number of seconds, and is {value!r}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_options(["train.py"])
+
+
 def test_devices_that_are_missing_name_the_way_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,6 +98,8 @@ REFUSED = [
             "--no-python no-such-program": "there is no program 'no-such-program'",
             "--hang-after=-1": "0 to switch it off; it is -1.0.",
             "--hang-after=0 --on-hang=end": "has no effect with --hang-after=0",
+            "--no-python --on-hang=end": "--on-hang=end has no effect with --no-python",
+            "--shutdown-timeout=-1": "--shutdown-timeout must be a whole number of seconds, and is -1",
         }.items()
     ),
 ]

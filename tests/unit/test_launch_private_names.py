@@ -98,8 +98,11 @@ def test_one_node_needs_no_private_name_of_the_rendezvous(path: str, tmp_path: P
 @pytest.mark.ci
 def test_the_agent_of_torch_gives_the_exit_code_of_the_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
-    done = _run(tmp_path, "--nproc-per-node=2", without=[f"{torch_private.AGENT}._shutdown"])
+    words = ["--nproc-per-node=2", "--on-hang=end", "--shutdown-timeout=9"]
+    done = _run(tmp_path, *words, without=[f"{torch_private.AGENT}._shutdown"])
     assert done.returncode == 7, done.stderr
+    for name in ("--on-hang=end", "--shutdown-timeout"):
+        assert f"paceline: {name} has no effect: {WITHOUT_AGENT}\n" in done.stderr
 
 
 @pytest.mark.ci

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline.job.preemption import SAME_SIGNAL_S
-from paceline.launch.signals import Signals
+from paceline.launch.signals import ReceivedSignals
 
 
 def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
@@ -16,7 +16,7 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    signals = Signals(stuck=lambda _: None, wake=lambda: None)
+    signals = ReceivedSignals(stuck=lambda _: None, wake=lambda: None)
     assert not signals.hurry
     for passed_s in (0, SAME_SIGNAL_S):
         now = 100.0 + passed_s

@@ -25,7 +25,7 @@ FIRST = NodeFacts(host="a", address="10.0.0.1", rank=None, nodes="2", script="tr
 def test_a_script_that_is_a_pipe_or_a_folder_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
     for script in (tmp_path, tmp_path / "pipe"):
-        found = facts_of_this_node("h", rank=0, nodes="2", script=str(script), is_file=True)
+        found = facts_of_this_node(rank=0, nodes="2", script=str(script), is_file=True)
         assert (found.script, found.digest) == (script.name, "")
 
 

@@ -62,9 +62,7 @@ def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.Monke
         port = probe.getsockname()[1]
     options = NodeOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
-        facts=lambda address: NodeFacts(
-            host="h", address=address, rank=0, nodes="1", script="", digest=""
-        ),
+        facts=NodeFacts(host="h", rank=0, nodes="1", script="", digest=""),
         ports=None,
         say=lambda text: None,
     )

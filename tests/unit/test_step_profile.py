@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from paceline.launch.step_profile import REQUEST, StepProfile, describe
@@ -22,10 +21,11 @@ class Rank:
         self.rank = rank
         self.answers: dict[str, dict[str, Any]] = {}
         self.asked: list[int] = []
+        self.returncode = None
 
-    def ask(self, number: int, do: str, **_: Any) -> None:
-        assert do == REQUEST
-        self.asked.append(number)
+    def send(self, request: dict[str, Any]) -> None:
+        assert request["do"] == REQUEST
+        self.asked.append(request["id"])
 
     def answer(self, spent: list[tuple[str, str, float]]) -> None:
         self.answers[REQUEST] = {"id": self.asked[-1], "spent": spent}
@@ -33,7 +33,7 @@ class Rank:
 
 def _watch() -> tuple[StepProfile, list[Any]]:
     ranks = [Rank(0), Rank(1)]
-    watch = StepProfile(SimpleNamespace())  # type: ignore[arg-type]
+    watch = StepProfile()
     watch.look(0.0, ranks)  # type: ignore[arg-type]
     return watch, ranks
 
@@ -41,7 +41,7 @@ def _watch() -> tuple[StepProfile, list[Any]]:
 def test_an_answer_with_an_error_has_no_samples() -> None:
     watch, ranks = _watch()
     ranks[0].answer(TRAINS)
-    ranks[1].answers[REQUEST] = {"id": 1, "error": "ValueError('x')"}
+    ranks[1].answers[REQUEST] = {"id": ranks[1].asked[-1], "error": "ValueError('x')"}
     watch.look(1.0, ranks)
     assert "rank 0  most of it at" in watch.report("/me")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -11,11 +12,12 @@ import time
 import types
 from collections.abc import Iterable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from paceline.launch.hang_watch import Activity, HangWatch
-from paceline.watch import flight_recorder
+from paceline.watch import flight_recorder, probe
 from paceline.watch.hang import Hang, find_hang
 from paceline.watch.processes import Process, is_ending, read_process
 from paceline.watch.rank_state import (
@@ -51,12 +53,12 @@ def verdict(*states: RankState, world: int = 4) -> Hang:
 
 
 def waiting(*numbers: int) -> list[RankState]:
-    return [rank(number, call(4106, over=True), call()) for number in numbers]
+    return [rank(number, call(4106, completed=True), call()) for number in numbers]
 
 
 def absent(**more: Any) -> RankState:
     given: dict[str, Any] = {"where": StackSummary(script=EVALUATE), "call": "time.sleep"}
-    return rank(1, call(4106, over=True), **(given | more))
+    return rank(1, call(4106, completed=True), **(given | more))
 
 
 def test_a_rank_that_has_not_entered_a_collective() -> None:
@@ -76,7 +78,9 @@ def test_a_rank_that_has_not_entered_a_collective() -> None:
 def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
     entries = [entry(process_group=("3", "mesh_dp_shard"))]
     (late,) = read_calls(entries, {"3": [0, 1]}, NOW, {"3": "dp_shard"})
-    others = [rank(number, call(4106, group="4", members=(2, 3), over=True)) for number in (2, 3)]
+    others = [
+        rank(number, call(4106, group="4", members=(2, 3), completed=True)) for number in (2, 3)
+    ]
     found = verdict(rank(0, late, stage=0), absent(stage=0), *others)
     assert found.text.splitlines()[:2] == [
         "hang: rank 0 (host b, pid 810, stage 0) has waited 30 s in all_reduce #7 "
@@ -88,15 +92,15 @@ def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
 
 LOADER = StackSummary(script=TRAIN, loader=True)
 LOCK = StackSummary(script=EVALUATE, lock=True)
-RECEIVES = StackSummary(script=TRAIN, waits_in="recv")
+RECEIVES = StackSummary(script=TRAIN, torch_call="recv")
 UNKNOWN = StackSummary()
 CAUSES = [
     ({"busy": True}, "evaluate() at train.py:31, in time.sleep, busy", "it is evaluating"),
-    ({"busy": True, "held": True}, "holding the GIL, busy", "native code holds the GIL"),
-    ({"held": True}, "holding the GIL", "does not return"),
+    ({"busy": True, "holds_gil": True}, "holding the GIL, busy", "native code holds the GIL"),
+    ({"holds_gil": True}, "holding the GIL", "does not return"),
     ({"state": "T"}, "stopped (state T) at train.py:31", "with `kill -CONT 811`."),
     ({"state": "t"}, "stopped (state t) at train.py:31", "detach the debugger"),
-    ({"state": "D", "kernel": "nfs"}, "(state D, nfs) at train.py:31", "network file"),
+    ({"state": "D", "kernel_function": "nfs"}, "(state D, nfs) at train.py:31", "network file"),
     ({"state": "Z"}, "other threads run on (state Z)", "its main thread has ended"),
     ({"state": "", "returncode": 0}, "ended with exit code 0", "while the others still run"),
     ({"where": LOADER, "workers": ("pid 9 stopped",)}, "worker: pid 9 stopped", "gets no batch"),
@@ -125,7 +129,7 @@ def test_the_training_step_is_named_where_it_is_known() -> None:
 
 
 def test_one_idle_rank_beside_a_busy_one_is_no_alarm() -> None:
-    found = verdict(*waiting(0, 3), absent(), rank(2, call(4106, over=True), busy=True))
+    found = verdict(*waiting(0, 3), absent(), rank(2, call(4106, completed=True), busy=True))
     assert not found.alarm
     assert found.culprits == (1, 2)
 
@@ -168,7 +172,7 @@ def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:
 
 def test_another_collective_that_was_over_at_once() -> None:
     stuck = rank(0, call(kind="f32[5]"))
-    gone_on = rank(1, call(name="broadcast", over=True), call(4108, name="barrier", kind=""))
+    gone_on = rank(1, call(name="broadcast", completed=True), call(4108, name="barrier", kind=""))
     found = verdict(stuck, gone_on, world=2)
     called = "rank 1 (host b, pid 811) called broadcast #4107 (f32[1048576]), now in barrier #4108"
     assert called in found.text
@@ -185,12 +189,12 @@ def test_another_shape(name: str, differs: bool) -> None:
 
 def test_a_collective_that_the_last_rank_has_just_entered_is_no_hang() -> None:
     # The last rank can enter it between the launcher's question and the answers.
-    late = rank(3, call(4106, over=True), call(since_s=0.2), idle_s=0.2)
+    late = rank(3, call(4106, completed=True), call(since_s=0.2), idle_s=0.2)
     assert find_hang([*waiting(0, 1, 2), late], 4, 10.0) is None
     unanswered = rank(3, entering=True, answered=False, idle_s=0.4)
     assert find_hang([*waiting(0, 1, 2), unanswered], 4, 10.0) is None
     # The same after it has ended for the last rank.
-    gone_on = rank(3, call(since_s=0.2, over=True), idle_s=0.1)
+    gone_on = rank(3, call(since_s=0.2, completed=True), idle_s=0.1)
     assert find_hang([*waiting(0, 1, 2), gone_on], 4, 10.0) is None
     assert "all ranks have entered it" in verdict(*waiting(0, 1, 2, 3)).text
 
@@ -202,7 +206,7 @@ def test_a_rank_that_is_briefly_in_another_group_is_no_hang() -> None:
 
 
 def test_a_job_of_one_rank_that_waits_for_other_processes() -> None:
-    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits_in="init_process_group")
+    begins = StackSummary(script=(("train.py", 3, "<module>"),), torch_call="init_process_group")
     found = verdict(rank(0, where=begins), world=1)
     assert found.text.splitlines() == [
         "hang: rank 0 (host b, pid 810) has waited 12 s in init_process_group at train.py:3",
@@ -248,7 +252,7 @@ def test_all_ranks_have_entered_it() -> None:
 
 
 def test_calls_that_the_flight_recorder_does_not_know() -> None:
-    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits_in="init_process_group")
+    begins = StackSummary(script=(("train.py", 3, "<module>"),), torch_call="init_process_group")
     found = verdict(
         rank(0, where=begins), rank(1, where=StackSummary(script=EVALUATE), call="time.sleep")
     )
@@ -310,9 +314,11 @@ def test_nccl_entries() -> None:
     ]
     calls = read_calls(entries, {"0": [0, 1]}, NOW)
     assert calls == (
-        call(6, name="all_gather", members=(0, 1), kind="bf16[1024,512]", since_s=30, over=True),
+        call(
+            6, name="all_gather", members=(0, 1), kind="bf16[1024,512]", since_s=30, completed=True
+        ),
         call(7, members=(0, 1), kind="bf16[1024,512]", since_s=30),
-        call(7, group="3", members=(), kind="bf16[3] and 1 more", since_s=30, over=True),
+        call(7, group="3", members=(), kind="bf16[3] and 1 more", since_s=30, completed=True),
     )
 
 
@@ -340,15 +346,16 @@ def test_stacks(packages: str) -> None:
         "/home/me/run",
     )
     assert found == StackSummary(
-        script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits_in="recv"
+        script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")),
+        torch_call="recv",
     )
     package = read_stack(
         [(torch + "distributed/distributed_c10d.py", 7, "recv"), (packages + "a/b.py", 3, "f")], "/"
     )
-    assert package == StackSummary(script=((packages[1:] + "a/b.py", 3, "f"),), waits_in="recv")
+    assert package == StackSummary(script=((packages[1:] + "a/b.py", 3, "f"),), torch_call="recv")
     backward = read_stack([(torch + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
     assert backward.gradients
-    assert not backward.waits_in
+    assert not backward.torch_call
     queue = [(threading.__file__, 1, "wait"), (torch + "utils/data/dataloader.py", 5, "_get")]
     loading = read_stack(queue, "/")
     assert loading.loader
@@ -481,8 +488,14 @@ class Silent:
         self.counts = (0, 0)
 
     def probed(self) -> str:
-        entered, over = self.counts
-        beat = {"time": 0.0, "entered": entered, "over": over, "place": "", "stack_hash": 1}
+        entered, completed = self.counts
+        beat = {
+            "time": 0.0,
+            "entered": entered,
+            "completed": completed,
+            "place": "",
+            "stack_hash": 1,
+        }
         return json.dumps(beat) + "\n"
 
 
@@ -498,16 +511,17 @@ class Asked(Silent):
         self.pid = rank
         self.cpu_s = 0.0
         self.counts = (1 - rank, 0)
-        self.answer: dict[str, Any] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
 
-    def ask(self, number: int, *_: Any) -> None:
+    def send(self, request: dict[str, Any]) -> None:
         self.cpu_s += 1.0  # for example, to read its source file
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
         table = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "missing": [WORLD]}
         table["axes"] = {}
         threads = [{"name": "main", "stack": stack}]
-        self.answer = {"id": number, "threads": threads, "step": 0, "stage": None, **table}
+        told = {"id": request["id"], "threads": threads, "step": 0, "stage": None, **table}
+        self.answers = {request["do"]: told}
 
 
 def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,3 +619,30 @@ def test_a_hang_is_reported_again_after_a_restart(monkeypatch: pytest.MonkeyPatc
             watch.look(2)
             now += 0.5
         assert sum(text.startswith("hang: ") for text in said) == restart + 1
+
+
+def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timers: list[str] = []
+    monkeypatch.setattr(
+        probe, "_dump_later", lambda *_, **options: timers.append("probe" if options else "script")
+    )
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", None)  # restored after the test
+    monkeypatch.setattr(probe.time, "sleep", Mock(side_effect=StopIteration))
+    one: Any = probe.Probe.__new__(probe.Probe)
+    fd = os.memfd_create("probe")
+    vars(one).update(main=0, _timer=True, _ended=False, _fd=fd, _arming=threading.RLock())
+    one._inode = os.fstat(fd).st_ino
+    script = threading.Thread(target=one._give_timer_away, args=(9.0,))
+
+    def lseek(*_: int) -> None:  # between the check of the probe and its own timer
+        script.start()
+        script.join(0.2)
+
+    monkeypatch.setattr(probe.os, "lseek", lseek)
+    with pytest.raises(StopIteration):
+        one._beat()
+    script.join()
+    assert timers[-1] == "script"
+    os.close(fd)

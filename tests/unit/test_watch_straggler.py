@@ -389,20 +389,22 @@ class Rank:
         self.answers: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
         self.until = 20  # collectives, one each step
-        self.named: list[int] = []
+        self.slow_ranks: list[int] = []
+        self.returncode = None
         self._entered = [(*key, *at) for key, at in entered.items()]
         self._spent = [(phase, f"/a/train.py:5 in {phase}", s) for phase, s in spent.items()]
 
-    def ask(self, number: int, do: str, **more: Any) -> None:
+    def send(self, request: dict[str, Any]) -> None:
+        do = request["do"]
         self.asked.append(do)
-        if do == "named":  # which is no question
-            self.named += more["ranks"]
+        if do == "slow_ranks":  # whose answers are not read
+            self.slow_ranks += request["ranks"]
             return
         begin_ns = self._entered[self.until - 1][2]
         self.until += 10
         told: dict[str, Any] = {
-            "id": number,
-            "arrivals": [one for one in self._entered[: self.until] if one[2] > more["since"]],
+            "id": request["id"],
+            "arrivals": [one for one in self._entered[: self.until] if one[2] > request["since"]],
         }
         if do == "profile":
             told |= {"begin_ns": begin_ns, "spent": self._spent * 50}
@@ -432,7 +434,7 @@ def watched(
     entered = arrivals(work, steps, world=world)
     ranks: Any = [Rank(rank, dict(entered[rank]), spent(rank)) for rank in entered]
     if silent:
-        ranks[1].ask = lambda *args, **more: None
+        ranks[1].send = lambda request: None
     for second in seconds:
         watch.look(float(second), ranks, entered=100 * second)
     return "".join(said), ranks, watch
@@ -446,7 +448,7 @@ def test_a_straggler_is_said_once_and_within_fifty_steps() -> None:
     said, ranks, watch = watched(slow(1.5), 1200, range(20, 120))
     assert said.count("slow: rank 1 (host ") == 1
     assert 5 <= ranks[0].asked.count("profile") <= 7  # after 1 s, 2, 4 and so on
-    assert ranks[0].asked.count("named") == 1
+    assert ranks[0].asked.count("slow_ranks") == 1
     # Nothing has been entered since, so nothing is asked.
     asked = len(ranks[0].asked)
     for second in (500.0, 501.0):
@@ -473,7 +475,7 @@ def test_each_of_several_slow_ranks_is_said_once_with_its_own_phase(
         }
 
     said, ranks, _ = watched(lambda r, s: drawn[r][s], 1300, range(20, 140), world=4, spent=spent)
-    named = ranks[0].named
+    named = ranks[0].slow_ranks
     assert 1 in named
     assert sorted(named) == [rank for rank in (0, 1) if rank in named]  # each once
     assert factors[0] == 1.25 or sorted(named) == [0, 1]

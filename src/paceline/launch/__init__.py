@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     if os.getpid() == 1:
         # In a container. The kernel drops signals to process 1 that have no handler; session.py sets its own
         # ones when torch is imported.
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, _exit)
     try:
         local_ranks = LocalRanks(Consoles.of_this_process())
         if (count := early_count(argv, os.environ)) is not None:
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 _received: list[int] = []  # signals that came while torch was imported
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
     # In a callback of the import itself, Python prints this error and goes on; so `_launch` looks again.
     _received.append(number)
     raise SystemExit(128 + number)

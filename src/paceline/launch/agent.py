@@ -34,15 +34,15 @@ from paceline.job.network import (
     ports_outside,
     route_to,
 )
-from paceline.launch import bundle
+from paceline.launch import failure_report
 from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import LocalRanks, count_of, has_probe
+from paceline.launch.local_ranks import LocalRanks, Rank, count_of, has_probe
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
-from paceline.launch.signals import Signals
+from paceline.launch.signals import ReceivedSignals
 from paceline.launch.step_profile import StepProfile
 from paceline.machine import read_memory
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
@@ -76,7 +76,7 @@ class Agent(LocalElasticAgent):
         threads: How many threads each rank has, in words.
 
     Attributes:
-        verdict: The first failure of the last round; None if it did not end by a known failure.
+        first_failure: Of the last round; None if it did not end by a known failure.
         interrupted_at: Where the first rank was that ended by KeyboardInterrupt; empty if there is none.
         preempted: Whether the ranks asked that the job be started again.
         step_profile: None without --profile-steps.
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         options: LaunchOptions,
         local_ranks: LocalRanks,
-        signals: Signals,
+        signals: ReceivedSignals,
         threads: str,
     ) -> None:
         logs = options.config.logs_specs
@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         self._local_ranks = local_ranks
         self._signals = signals
         self._threads = threads
-        self.verdict: FirstFailure | None = None
+        self.first_failure: FirstFailure | None = None
         self.interrupted_at = ""
         self.preempted = False
         self._memory = read_memory()
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
             args = options.args
             ends = args.on_hang == "end"
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
-        self.step_profile = StepProfile(local_ranks) if options.args.profile_steps else None
+        self.step_profile = StepProfile() if options.args.profile_steps else None
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -313,15 +313,13 @@ class Agent(LocalElasticAgent):
             return self._fail()
         if ranks.done and ranks.preempted and self._node_waits():
             ranks.clean_up()
-            ranks.forget()
             return RunResult(state=WorkerState.HEALTHY)  # torch's loop sees the node, and restarts
         if ranks.done and self._all_nodes_done():
             self.preempted = ranks.preempted
-            ranks.clean_up()
             if self._exchange is not None:
                 # Ranks of other nodes may fail because these have ended.
                 self._exchange.publish_outcomes(ranks.outcomes())
-            ranks.forget()
+            ranks.clean_up()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
         peer_failed = self._exchange is not None and self._exchange.peer_failed()
@@ -364,11 +362,11 @@ class Agent(LocalElasticAgent):
             rank.hung = rank.rank in hang.culprits
         return True
 
-    def _stop_failed(self) -> tuple[list[RankOutcome], list[RankOutcome], int]:
-        """End the ranks after a failure.
+    def _stop_after_failure(self) -> tuple[list[Rank], list[RankOutcome], int]:
+        """Stop the ranks after a failure.
 
         Returns:
-            The outcomes of this node's ranks and of other nodes' ranks, and how many nodes did not answer.
+            The ranks of this node, the outcomes of other nodes' ranks, and how many nodes did not answer.
         """
         ranks, exchange = self._local_ranks, self._exchange
 
@@ -376,17 +374,17 @@ class Agent(LocalElasticAgent):
             return bool(self._signals.received)
 
         def enough(outcomes: Sequence[RankOutcome]) -> bool:
-            verdict = find_first_failure(outcomes)
-            if verdict is None or not verdict.certain:
+            first = find_first_failure(outcomes)
+            if first is None or not first.certain:
                 return False
-            return exchange is None or verdict.original.returncode is not None
+            return exchange is None or first.original.returncode is not None
 
         if exchange is not None:
             exchange.announce_failure()
         if ranks.failing:
             ranks.settle(enough, hurry=hurry)
-        settled = find_first_failure(ranks.outcomes())
-        if self._restarts_left <= 0 or (settled is not None and self._repeats(settled)):
+        first = find_first_failure(ranks.outcomes())
+        if self._restarts_left <= 0 or (first is not None and self._repeats(first)):
             ranks.request_states()
         elsewhere: list[RankOutcome] = []
         silent = 0
@@ -394,25 +392,22 @@ class Agent(LocalElasticAgent):
             elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), hurry)
         grace_s = self._options.grace_s(may_save=False)
         ranks.stop(signal.SIGTERM, grace_s=grace_s, hurry=hurry, may_save=False)
-        ranks.clean_up()
-        return ranks.outcomes(), elsewhere, silent
+        return ranks.clean_up(), elsewhere, silent
 
     def _fail(self) -> RunResult:
         """End this round after a failure, and report the failure."""
-        outcomes, elsewhere, silent = self._stop_failed()
-        ranks = self._local_ranks
-        verdict = find_first_failure([*outcomes, *elsewhere])
-        if verdict is None:
-            ranks.say(
-                "paceline: a rank of another node failed; its launcher did not report the error\n"
-            )
-            self.verdict = None
-            ranks.forget()
+        ranks, elsewhere, silent = self._stop_after_failure()
+        outcomes = [rank.outcome() for rank in ranks]
+        say = self._local_ranks.say
+        first = find_first_failure([*outcomes, *elsewhere])
+        if first is None:
+            say("paceline: a rank of another node failed; its launcher did not report the error\n")
+            self.first_failure = None
             return RunResult(state=WorkerState.FAILED)
-        repeated = self._repeats(verdict)
+        repeated = self._repeats(first)
         if repeated:
             torch_private.set_attribute(_RESTARTS_LEFT, self, 0)
-        self.verdict = verdict
+        self.first_failure = first
         memory_before, self._memory = self._memory, read_memory()
         info = JobInfo(
             world_size=self.get_worker_group().workers[0].world_size,
@@ -421,12 +416,12 @@ class Agent(LocalElasticAgent):
             silent_nodes=silent,
             repeated=repeated,
             memory=(memory_before, self._memory),
-            calls={rank.rank: last_call(rank.answer) for rank in ranks.ranks},
+            calls={rank.rank: last_call(rank.answers.get("state", {})) for rank in ranks},
         )
         if self._restarts_left > 0:
-            ranks.say(render_restart(verdict, info))
+            say(render_restart(first, info))
         else:
-            ranks.say(self._report(outcomes, render_failure(verdict, info)))
+            say(self._write_report(ranks, outcomes, render_failure(first, info)))
         failures = {
             outcome.rank: ProcessFailure(
                 local_rank=rank.local_rank,
@@ -434,31 +429,33 @@ class Agent(LocalElasticAgent):
                 exitcode=outcome.returncode or 1,
                 error_file="",
             )
-            for rank, outcome in zip(ranks.ranks, outcomes, strict=True)
+            for rank, outcome in zip(ranks, outcomes, strict=True)
             if outcome.failed
         }
-        ranks.forget()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _repeats(self, verdict: FirstFailure) -> bool:
-        return self.verdict is not None and verdict.repeats(self.verdict)
+    def _repeats(self, first: FirstFailure) -> bool:
+        return self.first_failure is not None and first.repeats(self.first_failure)
 
-    def _report(self, outcomes: Sequence[RankOutcome], text: str) -> str:
+    def _write_report(
+        self, ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], text: str
+    ) -> str:
+        """Write the report of the failed job; returns its text with the folder that has the rest."""
         try:
-            path = bundle.write(self._local_ranks.ranks, outcomes, text, self._options.args.log_dir)
+            path = failure_report.write(ranks, outcomes, text, self._options.args.log_dir)
         except OSError as error:
             return f"{text}  stacks and logs could not be written: {error}\n"
         return f"{text}  stacks, collectives and the last output of the ranks here are in {path}\n"
 
     def _lose_round(self, why: str) -> RunResult:
-        self.verdict = None
+        self.first_failure = None
         may_restart = self._restarts_left > 0
         restart = f"restart {self._restarts + 1} of {self._max_restarts} begins"
         what_next = (
             restart if may_restart else "the ranks of this node had already ended with exit code 0"
         )
         self._local_ranks.say(f"paceline: {why}; {what_next}\n")
-        self._end_ranks(signal.SIGTERM, may_save=False)
+        self._stop_ranks(signal.SIGTERM, may_save=False)
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)
 
     def _node_waits(self) -> bool:
@@ -470,13 +467,13 @@ class Agent(LocalElasticAgent):
             return
         # torch calls this if a node wants to join. No rank has failed, so a training may save first.
         self._local_ranks.say("paceline: a node joins: all ranks stop, and begin again with it\n")
-        self._end_ranks(signal.SIGTERM, may_save=True)
+        self._stop_ranks(signal.SIGTERM, may_save=True)
         self.preempted = False
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
     ) -> None:
-        self._end_ranks(death_sig, may_save=bool(self._signals.received))
+        self._stop_ranks(death_sig, may_save=bool(self._signals.received))
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         shutdown: Any = torch_private.find(f"{_TORCH}._shutdown")
@@ -488,7 +485,7 @@ class Agent(LocalElasticAgent):
             self._exchange.wait_all_done(timeout_s, lambda: self._signals.hurry)
             self._exchange = None
 
-    def _end_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
+    def _stop_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
         ranks = self._local_ranks
         if ranks.ranks:
             ranks.stop(
@@ -498,6 +495,7 @@ class Agent(LocalElasticAgent):
                 may_save=may_save,
             )
             self.preempted = ranks.preempted
-            ranks.clean_up()
-            self.interrupted_at = ranks.interrupted_at()
-            ranks.forget()
+            for rank in ranks.clean_up():
+                place = rank.outcome().interrupted_at
+                if place and not self.interrupted_at:
+                    self.interrupted_at = f"rank {rank.rank} was at {place}"

@@ -18,7 +18,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from paceline.errors import LaunchFailed, render
-from paceline.job.network import Route, is_loopback, owns
+from paceline.job.network import is_loopback, owns, route_to
 from paceline.job.store_server import cannot_listen, listen, listen_for, store_on, wait_served
 from paceline.machine import mtu_of
 
@@ -49,7 +49,6 @@ class Endpoint:
 
 def meet_at(
     endpoint: Endpoint,
-    route: Callable[[], Route | None],
     *,
     timeout_s: float,
     read_timeout: timedelta,
@@ -58,7 +57,6 @@ def meet_at(
     """Serve the store of the nodes, or connect to it as soon as it is there.
 
     Args:
-        route: from this node to the endpoint; for messages.
         timeout_s: how long to wait for the node that serves the store.
         read_timeout: of the store.
         say: prints a line for the user.
@@ -89,7 +87,7 @@ def meet_at(
         )
     store = _connected(endpoint, read_timeout)
     if not _exchanges(store, _PROBE_BYTES, read_timeout):
-        _explain_lost_packets(endpoint, route, read_timeout)
+        _refuse_lost_packets(endpoint, read_timeout)
         store = _connected(endpoint, read_timeout)
     return store
 
@@ -135,9 +133,7 @@ def _exchanges(store: TCPStore, size: int, timeout: timedelta) -> bool:
     return True
 
 
-def _explain_lost_packets(
-    endpoint: Endpoint, route: Callable[[], Route | None], timeout: timedelta
-) -> None:
+def _refuse_lost_packets(endpoint: Endpoint, timeout: timedelta) -> None:
     """Raise if small messages pass: a too large MTU loses large packets silently.
 
     Raises:
@@ -146,7 +142,7 @@ def _explain_lost_packets(
     # Many nodes at once may keep the endpoint busy for longer, so only a difference between sizes counts.
     if not _exchanges(_connected(endpoint, timeout), 1, timeout):
         return
-    used = route()
+    used = route_to(endpoint.host)
     where, interface = f"host {socket.gethostname()}", "INTERFACE"
     if used is not None:
         interface = used.interface

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.local_ranks import LocalRanks, Rank
+from paceline.launch.local_ranks import LocalRanks, Question, Rank
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.torch_private import NAMES
@@ -23,7 +23,7 @@ from paceline.watch import processes
 from paceline.watch.hang import Hang, find_hang
 from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
-    HELD_S,
+    LATE_BEAT_S,
     RankState,
     read_beat,
     read_calls,
@@ -33,7 +33,7 @@ from paceline.watch.rank_state import (
 )
 
 _HANG_AFTER_S = 10.0  # without --hang-after
-_INTERVALS = 10  # or this many median times between two collectives, if that is longer
+_HANG_AFTER_MEDIANS = 10  # or this many median times between two collectives, if that is longer
 _INTERVAL_S = 0.5  # between two checks
 _SOON_S = 0.05  # the same, while answers are awaited
 _ANSWER_S = 0.8  # for the answers of the ranks
@@ -42,6 +42,7 @@ _ENDING_S = 15.0  # the longest usual exit of a process; after it the kernel hol
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20  # latest times between two collectives
+_STOPPED = ("T", "t", "Z")  # states of a process that runs no code; see `Process`
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Activity:
         """Whether it did something in the last `window_s` seconds, or was not watched for so long."""
         if self.ending is not None and self.samples:
             return self.samples[-1].at_s - self.ending < _ENDING_S
-        if self.state in ("T", "t", "Z", ""):
+        if self.state in (*_STOPPED, ""):
             return False
         first, last = self.samples[0], self.samples[-1]
         passed = last.at_s - first.at_s
@@ -123,7 +124,6 @@ class HangWatch:
         self._missing: set[str] = set()  # names of torch that were reported
         # With several nodes, each launcher has the states of all ranks.
         self.exchange: NodeExchange | None = None
-        self._request = 0  # the number of the latest request to the ranks
         self._stragglers = StragglerWatch(local_ranks)
         self._next = 0.0
         self._checked_at, self._watched_s = time.monotonic(), 0.0
@@ -132,10 +132,12 @@ class HangWatch:
     def _begin(self, pids: list[int]) -> None:
         """Forget the ranks of the previous round."""
         self._pids = pids
-        self._ask_next = self._deadline = self._others_until = 0.0
+        self._question: Question | None = None  # None if no answers are awaited
+        self._answers: dict[int, dict[str, Any]] = {}  # to the latest question, by rank
+        self._ask_next = self._others_until = 0.0
         self._activities: dict[int, Activity] = {}
         self._reported: set[object] = set()  # keys of hangs
-        self._intervals: deque[float] = deque(maxlen=_KEPT)
+        self._gaps_s: deque[float] = deque(maxlen=_KEPT)  # times between two collectives
         self._progress_at = time.monotonic()
         self._alarmed = False
         self._stragglers.begin()
@@ -154,7 +156,7 @@ class HangWatch:
         # Only if a rank is idle, since this reads all processes of the host.
         activities = [self._activities.get(rank.local_rank) for rank in alive]
         idle = any(each is not None and now - each.since > self._idle_s for each in activities)
-        children = processes.read_children() if idle and not self._deadline else {}
+        children = processes.read_children() if idle and self._question is None else {}
         progressed = [self._sample(rank, now, children) for rank in alive]
         if any(progressed):
             self._note_progress(now)
@@ -164,11 +166,11 @@ class HangWatch:
             self._next = now + _SOON_S
         if self._after_s == 0:
             return None
-        if self._deadline:
-            if now < self._deadline and any(r.answer.get("id") != self._request for r in alive):
+        if self._question is not None:
+            if self._question.is_open(now):
                 self._next = now + _SOON_S
                 return None
-            self._deadline = 0.0
+            self._answers, self._question = self._question.answers, None
             return self._conclude(now, world_size)
         if self._others_until:
             return self._conclude(now, world_size)
@@ -176,13 +178,10 @@ class HangWatch:
         if asked or (now >= self._ask_next and self._suspicious(alive, now)):
             if self.exchange is not None:
                 self.exchange.request_states(new=not asked)
-            self._request += 1
-            self._deadline = now + _ANSWER_S
             self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
-            for rank in alive:
-                if self._activities[rank.local_rank].state not in ("T", "t", "Z"):
-                    rank.ask(self._request)
+            able = [r for r in alive if self._activities[r.local_rank].state not in _STOPPED]
+            self._question = Question(able, "state", now=now, within_s=_ANSWER_S)
         return None
 
     def _count_watched(self, now: float) -> None:
@@ -203,8 +202,7 @@ class HangWatch:
         """Seconds without progress before a hang is reported."""
         if self._after_s is not None:
             return self._after_s
-        usual_s = statistics.median(self._intervals) if self._intervals else 0.0
-        return max(_HANG_AFTER_S, _INTERVALS * usual_s)
+        return max(_HANG_AFTER_S, _HANG_AFTER_MEDIANS * statistics.median(self._gaps_s or [0.0]))
 
     @property
     def _idle_s(self) -> float:
@@ -213,7 +211,7 @@ class HangWatch:
 
     def _note_progress(self, now: float) -> None:
         if any(activity.counts[1] for activity in self._activities.values()):
-            self._intervals.append(now - self._progress_at)
+            self._gaps_s.append(now - self._progress_at)
         self._progress_at = now
         if self._alarmed:
             self._alarmed = False
@@ -228,7 +226,7 @@ class HangWatch:
             raise RuntimeError(beat["error"])
         if beat:
             activity.beat = beat
-            counts = (beat["entered"], beat["over"])
+            counts = (beat["entered"], beat["completed"])
             if counts != activity.counts:
                 activity.counts, activity.since = counts, now
                 progressed = True
@@ -238,7 +236,7 @@ class HangWatch:
             return progressed
         if activity.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
             activity.ending = self._watched_s
-        if self._deadline:
+        if self._question is not None:
             return progressed  # to answer, a rank uses the CPU and reads files
         is_idle = now - activity.since > self._idle_s
         below = processes.descendants(rank.pid, children) if is_idle else ()
@@ -297,17 +295,17 @@ class HangWatch:
             return RankState(
                 rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode
             )
-        activity, answer, cwd = self._activities[rank.local_rank], rank.answer, os.getcwd()
-        late = now - activity.beat.get("time", now) > HELD_S
+        activity, cwd = self._activities[rank.local_rank], os.getcwd()
+        answer = self._answers.get(rank.rank, {})
+        late = now - activity.beat.get("time", now) > LATE_BEAT_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
-        dump = (
-            read_dump(rank.probed()) if late and activity.state not in ("T", "t", "D", "Z") else []
-        )
+        can_run = activity.state not in (*_STOPPED, "D")
+        dump = read_dump(rank.probed()) if late and can_run else []
         reported: dict[str, Any] = {
             "entered": {},
             "where": read_place(activity.beat.get("place", ""), cwd),
         }
-        answered = answer.get("id") == self._request and "threads" in answer
+        answered = "threads" in answer
         if answered:
             for name in NAMES:
                 if name.path in answer["missing"] and name.path not in self._missing:
@@ -334,10 +332,10 @@ class HangWatch:
             state=activity.state,
             busy=activity.busy(self._window_s),
             idle_s=now - activity.since,
-            held=bool(dump),
+            holds_gil=bool(dump),
             entering=not answered and not late and activity.counts[0] > activity.counts[1],
             answered=answered,
             workers=processes.describe_workers(pid, cwd) if reported["where"].loader else (),
-            kernel=processes.waits_in(pid) if activity.state == "D" else "",
+            kernel_function=processes.kernel_function(pid) if activity.state == "D" else "",
             **reported,
         )

@@ -2,6 +2,9 @@
 
 torch's agent (agent.py) decides when each of these happens. This file does not import torch, because ranks
 are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
+
+Four verbs: `stop` sends a signal, and SIGKILL after a grace period; `kill` sends SIGKILL and does not wait;
+`clean_up` takes the last output of ended ranks and closes their files; `discard` does the last two.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -102,7 +106,7 @@ class Rank:
     ) -> None:
         self.local_rank = self.rank = local_rank
         self.events: list[dict[str, Any]] = []
-        self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of request
+        self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
         self.returncode: int | None = None
         self.ended_at = 0.0
         self.stopped_at: float | None = None  # when the launcher first told it to end
@@ -193,15 +197,6 @@ class Rank:
         # An error means: it has ended, or it has been stopped for so long that the socket is full.
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-
-    def ask(self, number: int, do: str = "explain", **more: Any) -> None:
-        """Ask for the rank's state; the answer will carry `number`."""
-        self.send({"do": do, "id": number, **more})
-
-    @property
-    def answer(self) -> dict[str, Any]:
-        """Its latest answer to the request `explain`; empty if there is none."""
-        return self.answers.get("explain", {})
 
     def probed(self) -> str:
         """What the rank's probe wrote: one line of JSON, then stacks if the GIL was held."""
@@ -343,6 +338,45 @@ class Rank:
         )
 
 
+class Question:
+    """A request to the probes of ranks (watch/probe.py), and their answers, which come in the pump's thread.
+
+    Args:
+        do: One of `Probe.REQUESTS`.
+        now: Monotonic, in seconds.
+        within_s: How long the answers are awaited.
+        more: The arguments of the request.
+    """
+
+    _ids = itertools.count()
+
+    def __init__(
+        self, ranks: Sequence[Rank], do: str, *, now: float, within_s: float, **more: Any
+    ) -> None:
+        self.do = do
+        self.deadline = now + within_s
+        self._ranks, self._id = ranks, next(self._ids)
+        for rank in ranks:
+            rank.send({"do": do, "id": self._id, **more})
+
+    @property
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """The answers so far, by rank, without ranks that have ended since."""
+        running = [rank for rank in self._ranks if rank.returncode is None]
+        latest = {rank.rank: rank.answers.get(self.do, {}) for rank in running}
+        return {rank: answer for rank, answer in latest.items() if answer.get("id") == self._id}
+
+    @property
+    def answered(self) -> bool:
+        """Whether all ranks have answered that have not ended."""
+        answers = self.answers
+        return all(rank.returncode is not None or rank.rank in answers for rank in self._ranks)
+
+    def is_open(self, now: float) -> bool:
+        """Whether answers are still awaited."""
+        return not self.answered and now < self.deadline
+
+
 def read_event(line: bytes) -> dict[str, Any] | None:
     """An event of worker.py; None for anything else that a script may have written."""
     try:
@@ -411,7 +445,7 @@ class LocalRanks:
     def start_again(self) -> None:
         """Start the processes of the next round, unless spares wait already."""
         if not self._spares_fit or any(spare.poll() is not None for spare in self._spares):
-            self._end_spares()
+            self._discard_spares()
         self.ranks, self._spares = self._spares or self._start_all("torch.distributed"), []
 
     def _start_all(self, preload: str) -> list[Rank]:
@@ -436,7 +470,7 @@ class LocalRanks:
                     terminal=self._terminal and local_rank == 0,
                 )
             except OSError as error:
-                self._abandon(ranks)
+                self._discard(ranks)
                 raise LaunchFailed(
                     f"process {local_rank + 1} of {self._count} cannot be started on this host.",
                     why=f"{error.strerror}{f': {error.filename}' if error.filename else ''}.",
@@ -449,7 +483,7 @@ class LocalRanks:
     def keep_spares(self) -> None:
         """Start the interpreters of the next restart, when the scripts have run for 3 s."""
         if any(e["event"] == "variable" for rank in self.ranks for e in list(rank.events)):
-            # Spares are ended before the restart: here it could wait for a reader of our output.
+            # Spares are discarded before the restart: here it could wait for a reader of our output.
             self._spares_fit = False
         early = time.monotonic() - self._script_began < _SPARES_AFTER_S
         if early or self._spares or not self._spares_fit:
@@ -459,15 +493,9 @@ class LocalRanks:
         except LaunchFailed:
             self._script_began = math.inf  # no spares in this round: a restart starts its ranks
 
-    def _end_spares(self) -> None:
+    def _discard_spares(self) -> None:
         spares, self._spares = self._spares, []
-        self._abandon(spares)
-
-    def _abandon(self, ranks: Sequence[Rank]) -> None:
-        for rank in ranks:
-            rank.kill()
-            rank.process.wait(_KILLED_S)
-        self._clean_up(ranks)
+        self._discard(spares)
 
     def run(self, local_rank: int, rank: int, script: Mapping[str, Any]) -> None:
         """Send a started process its global rank and its script."""
@@ -535,13 +563,13 @@ class LocalRanks:
             elif not rank.reported_error:
                 if not may_save:
                     rank.stopped_at = rank.stopped_at or time.time()
-                    rank.send({"do": "end"})
+                    rank.send({"do": "ignore_preemption"})
                 rank.send_signal(number)
-        self._wait_done(grace_s, hurry)
+        self._wait_done(self.ranks, grace_s, hurry)
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
-        self._wait_done(_KILLED_S)
+        self._wait_done(self.ranks, _KILLED_S)
 
     def settle(
         self, enough: Callable[[Sequence[RankOutcome]], bool], *, hurry: Callable[[], bool]
@@ -556,22 +584,25 @@ class LocalRanks:
     def request_states(self) -> None:
         """Have running ranks report their stacks and collectives before they are ended."""
         running = [rank for rank in self.ranks if rank.poll() is None and not rank.reported_error]
-        for rank in running:
-            rank.ask(-1)
-        deadline = time.monotonic() + _STATE_S
-        while time.monotonic() < deadline and any(r.answer.get("id") != -1 for r in running):
+        question = Question(running, "state", now=time.monotonic(), within_s=_STATE_S)
+        while question.is_open(time.monotonic()):
             time.sleep(0.01)
 
-    def clean_up(self) -> None:
-        """After all ranks have ended: pass on their last output, and kill what they left behind."""
-        self._clean_up(self.ranks)
+    def clean_up(self) -> list[Rank]:
+        """Pass on the last output of ended ranks, and kill what they left behind; returns these ranks.
+
+        `ranks` is empty afterwards.
+        """
+        ranks, self.ranks = self.ranks, []
+        self._clean_up(ranks)
+        return ranks
 
     def _clean_up(self, ranks: Sequence[Rank]) -> None:
-        end_groups([rank.pid for rank in ranks])
+        stop_groups([rank.pid for rank in ranks])
         for rank in ranks:
             self._tell_guard(f"-{rank.pid}\n")
         self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=self._stalled_s)
-        self._read_all_events()
+        self._read_all_events(ranks)
         for rank in ranks:
             rank.close()
 
@@ -579,31 +610,28 @@ class LocalRanks:
     def _stalled_s(self) -> float:
         return _STALLED_SIGNAL_S if self.has_signal() else _STALLED_S
 
-    def forget(self) -> None:
-        """Forget ended ranks."""
-        self.ranks = []
+    def discard(self) -> None:
+        """Kill the ranks, and clean up."""
+        ranks, self.ranks = self.ranks, []
+        self._discard(ranks)
 
-    def kill(self) -> None:
-        """Kill the ranks without waiting."""
-        for rank in self.ranks:
+    def _discard(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
             rank.kill()
-
-    def end(self) -> None:
-        """Kill the ranks and wait for their end."""
-        self.kill()
-        self._wait_done(_KILLED_S)
-        self.clean_up()
-        self.forget()
+        # A process that the kernel cannot end, as one that waits for a disk, is left to the kernel.
+        self._wait_done(ranks, _KILLED_S)
+        self._clean_up(ranks)
 
     def close(self) -> None:
-        """End the ranks, the guard and the output thread."""
-        self.end()
-        self._end_spares()
+        """Discard the ranks, and end the guard and the output thread."""
+        self.discard()
+        self._discard_spares()
         self.pump.drain(stalled_s=self._stalled_s)
         self.pump.stop(timeout_s=_KILLED_S)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.wait(timeout=_KILLED_S)
+        self._guard.kill()  # no rank is left, and it may be stopped
+        self._guard.wait()
 
     def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
@@ -612,43 +640,38 @@ class LocalRanks:
 
     def outcomes(self) -> list[RankOutcome]:
         """How each rank has ended so far."""
-        self._read_all_events()
+        self._read_all_events(self.ranks)
         return [rank.outcome() for rank in self.ranks]
-
-    def interrupted_at(self) -> str:
-        """Where the first rank was that ended by KeyboardInterrupt; empty if there is none."""
-        for rank in self.ranks:
-            for event in rank.events:
-                if event["event"] == "interrupted" and event["place"]:
-                    return f"rank {rank.rank} was at {event['place']}"
-        return ""
 
     def say(self, text: str) -> None:
         """Write a message to standard error, after complete lines; does not block."""
         self.pump.say(text, self.consoles.err)
 
-    def _read_all_events(self) -> None:
+    def _read_all_events(self, ranks: Sequence[Rank]) -> None:
         # The last event of a rank and its end may be seen in either order.
-        ranks = list(self.ranks)
-
         def read() -> None:
             for rank in ranks:
                 rank.read_events()
 
         self.pump.call(read, stalled_s=_KILLED_S)
 
-    def _wait_done(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    def _wait_done(
+        self, ranks: Sequence[Rank], timeout_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self.done and time.monotonic() < deadline and not hurry():
-            self.wait_change(min(0.1, timeout_s))
+        while any(rank.poll() is None for rank in ranks):
+            if time.monotonic() > deadline or hurry():
+                return
+            self._changed.wait(min(0.1, timeout_s))
+            self._changed.clear()
 
     def _follow_window_size(self) -> None:
         for rank in self.ranks[:1]:
             rank.copy_window_size()
 
 
-def end_groups(groups: Sequence[int]) -> None:
-    """End the processes that ended ranks left behind. They have 1 s to end by themselves."""
+def stop_groups(groups: Sequence[int]) -> None:
+    """Stop the processes that ended ranks left behind. They have 1 s to end by themselves."""
     # multiprocessing's resource tracker ignores SIGTERM, and frees shared memory before it ends.
     left = [group for group in groups if _signal_group(group, signal.SIGTERM)]
     deadline = time.monotonic() + _GROUP_GRACE_S

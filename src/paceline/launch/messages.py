@@ -1,4 +1,4 @@
-"""The text of messages about failures, made from the verdict of `watch.crash`.
+"""The text of messages about failures, made from what `watch.crash` found.
 
 They have the form of `errors.py`: what, where, why, fix. The causes of known errors come from the table of
 `paceline explain`, with facts of this host.
@@ -7,7 +7,7 @@ They have the form of `errors.py`: what, where, why, fix. The causes of known er
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchFailed, name_ranks
@@ -16,6 +16,7 @@ from paceline.explain.facts import facts
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
 from paceline.watch.crash import FirstFailure, RankOutcome
+from paceline.watch.report import group_by_text
 
 # Known errors of a rank whose loader worker or other child may have been killed for memory.
 _LOST_PROCESS = ("host-out-of-memory", "loader-worker-died")
@@ -42,33 +43,34 @@ class JobInfo:
     repeated: bool = False
 
 
-def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
+def render_failure(first: FirstFailure, info: JobInfo) -> str:
     """What is printed at the end of a failed job: the original traceback, then the summary."""
-    original = verdict.original
+    original = first.original
     lines: list[str] = []
     # If the cause is a rank that ended with 0, print the error of the first rank that missed it.
-    shown = verdict.first_follower or original
+    shown = first.first_follower or original
     if shown.error is not None and not shown.error.shown and not shown.elsewhere:
         lines += _prefixed(shown.error.traceback, shown.rank, info.world_size)
-    ranks = name_ranks(verdict.alike)
+    ranks = name_ranks(first.ranks)
     known = _known_cause(shown)
     failure = LaunchFailed(
         f"{ranks} {original.how}"
         if original.ended_early
-        else f"{ranks} of {info.world_size} failed: {_how(verdict, info)}",
-        where=_where(original, several=len(verdict.alike) > 1),
-        why=_why(verdict, info, known),
+        else f"{ranks} of {info.world_size} failed: {_how(first, info)}",
+        where=_where(original, several=len(first.ranks) > 1),
+        why=_why(first, info, known),
         fix=_fix(original, info, known),
     )
     lines += f"paceline: {failure}".splitlines()
-    if verdict.followers:
-        reason = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
-        lines.append(f"  {name_ranks(verdict.followers)} only followed: {reason}.")
-    others = ((outcome.rank, _later(verdict, outcome)) for outcome in verdict.others)
-    for text, numbers in _ranks_by_text(others):
-        lines.append(f"  {name_ranks(numbers)} failed {text}.")
-    if original.returncode == -signal.SIGABRT and (called := _ranks_by_text(info.calls.items())):
-        last = "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in called)
+    if first.followers:
+        reason = "it lost its peer" if len(first.followers) == 1 else "they lost their peer"
+        lines.append(f"  {name_ranks(first.followers)} only followed: {reason}.")
+    for text, outcomes in group_by_text(first.others, lambda each: _later(first, each)).items():
+        lines.append(f"  {name_ranks(outcome.rank for outcome in outcomes)} failed {text}.")
+    known_calls = [rank for rank, call in info.calls.items() if call]
+    if original.returncode == -signal.SIGABRT and known_calls:
+        called = group_by_text(known_calls, lambda rank: info.calls[rank]).items()
+        last = "; ".join(f"{name_ranks(ranks)} {call}" for call, ranks in called)
         lines.append(f"  called last: {last}.")
     if info.repeated:
         lines.append(
@@ -80,26 +82,26 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _how(verdict: FirstFailure, info: JobInfo) -> str:
-    original = verdict.original
+def _how(first: FirstFailure, info: JobInfo) -> str:
+    original = first.original
     # If all have hung, none of them is known as the cause.
-    if original.hung and len(verdict.alike) == info.world_size > 1:
+    if original.hung and len(first.ranks) == info.world_size > 1:
         return "waited for each other, as reported above"
     return original.how
 
 
-def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
-    if outcome.host == verdict.original.host:
+def _later(first: FirstFailure, outcome: RankOutcome) -> str:
+    if outcome.host == first.original.host:
         return f"later: {outcome.how}"
     return f"too, perhaps earlier (the clocks of the hosts are not compared): {outcome.how}"
 
 
-def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
+def render_restart(first: FirstFailure, info: JobInfo) -> str:
     """One line: which rank failed and how, and that the ranks start again."""
-    original = verdict.original
+    original = first.original
     failed = "" if original.ended_early else "failed: "
     return (
-        f"paceline: {name_ranks(verdict.alike)} {failed}{_how(verdict, info)}"
+        f"paceline: {name_ranks(first.ranks)} {failed}{_how(first, info)}"
         f"{f' at {original.place}' if original.place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
@@ -133,8 +135,8 @@ def _known_cause(outcome: RankOutcome) -> Found | None:
     return None if found is None or found.cause.kind == "victim" else found
 
 
-def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
-    outcome = verdict.original
+def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
+    outcome = first.original
     if outcome.hung:
         return ""
     if outcome.ended_early:
@@ -153,12 +155,12 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
-    if not verdict.certain and info.silent_nodes:
+    if not first.certain and info.silent_nodes:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
             "host, or the connection between the hosts broke."
         )
-    if not verdict.certain and info.world_size > 1:
+    if not first.certain and info.world_size > 1:
         return (
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."
@@ -212,10 +214,3 @@ def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
             "senders: a time or memory limit of the scheduler, or a person."
         )
     return known.cause.fix if known is not None else ""
-
-
-def _ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts:
-        groups.setdefault(text, []).append(rank)
-    return [(text, sorted(ranks)) for text, ranks in groups.items() if text]

@@ -52,13 +52,14 @@ class NodeFacts:
     """What the launcher of a node tells the others.
 
     Attributes:
+        address: at which the other nodes reach it; empty until it is known.
         rank: of the node, if the user numbered the nodes.
         script: name of the script's file, or of its module.
         digest: of the script's content; empty for a module.
     """
 
     host: str
-    address: str
+    address: str = ""
     rank: int | None
     nodes: str
     script: str
@@ -72,9 +73,7 @@ class NodeFacts:
         return f"{number}{self.host} {self.address}"
 
 
-def facts_of_this_node(
-    address: str, *, rank: int | None, nodes: str, script: str, is_file: bool
-) -> NodeFacts:
+def facts_of_this_node(*, rank: int | None, nodes: str, script: str, is_file: bool) -> NodeFacts:
     """The facts of this node."""
     digest = ""
     if is_file:
@@ -83,12 +82,7 @@ def facts_of_this_node(
             digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
         script = Path(script).name
     return NodeFacts(
-        host=socket.gethostname(),
-        address=address,
-        rank=rank,
-        nodes=nodes,
-        script=script,
-        digest=digest,
+        host=socket.gethostname(), rank=rank, nodes=nodes, script=script, digest=digest
     )
 
 

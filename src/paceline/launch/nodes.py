@@ -16,6 +16,7 @@ named.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -190,13 +191,13 @@ class NodeOptions:
 
     Attributes:
         endpoint: where the nodes meet.
-        facts: of this node, given its address.
+        facts: of this node, without its address.
         ports: first and last port that the launcher may use; None: the kernel chooses.
         say: prints a line for the user.
     """
 
     endpoint: Endpoint
-    facts: Callable[[str], NodeFacts]
+    facts: NodeFacts
     ports: tuple[int, int] | None
     say: Callable[[str], None]
 
@@ -232,7 +233,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self._met: set[Any] = set()
         self._table = NodeTable(PrefixStore(f"paceline/{settings.run_id}/nodes", store))
         self._next_report = time.monotonic() + FIRST_REPORT_S
-        self._facts = options.facts(node.addr)
+        self._facts = dataclasses.replace(options.facts, address=node.addr)
         self._refuse_difference(self._table.publish(node, self._facts))
 
     def _refuse_difference(self, first: NodeFacts) -> None:
@@ -379,7 +380,6 @@ def rendezvous_of_nodes(
     timeout = RendezvousTimeout(**timeouts)
     store = meet_at(
         options.endpoint,
-        lambda: route_to(options.endpoint.host),
         timeout_s=timeout.join.total_seconds(),
         read_timeout=timedelta(seconds=_positive(parameters, "read_timeout", READ_TIMEOUT_S)),
         say=options.say,

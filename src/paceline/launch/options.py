@@ -41,6 +41,7 @@ from paceline.launch.rendezvous import C10D_PORT
 
 _GRACE_S = 5.0
 _SAVE_GRACE_S = 30.0
+_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _DEFAULT_PORT = 29500
 
 
@@ -68,8 +69,8 @@ class LaunchOptions:
 
     @property
     def is_python(self) -> bool:
-        """Whether the ranks run a Python script; --run-path overrides --no-python, as in torch."""
-        return not self.args.no_python or self.args.run_path
+        """Whether the ranks run a Python script."""
+        return not self.args.no_python
 
     def script_of(self, local_rank: int) -> dict[str, Any]:
         """What this rank runs, in the form that worker.py takes."""
@@ -77,8 +78,7 @@ class LaunchOptions:
         words = macros.substitute([script, *self.args.training_script_args], str(local_rank))
         if not self.is_python:
             return {"command": words}
-        kind = "module" if self.args.module and not self.args.run_path else "script"
-        return {"argv": words, kind: script}
+        return {"argv": words, "module" if self.args.module else "script": script}
 
     @property
     def command(self) -> list[str]:
@@ -86,16 +86,21 @@ class LaunchOptions:
         script = [self.args.training_script, *self.args.training_script_args]
         if not self.is_python:
             return script
-        as_module = self.args.module and not self.args.run_path
-        return [sys.executable, "-u", *(["-m"] if as_module else []), *script]
+        return [sys.executable, "-u", *(["-m"] if self.args.module else []), *script]
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
         if self.args.shutdown_timeout is not None:
             return float(self.args.shutdown_timeout)
-        longest_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S))
+        longest_s = float(os.environ.get(_SHUTDOWN_VARIABLE, _SAVE_GRACE_S))
         # After a failure nothing is saved, and a rank that hangs must not delay the restart.
         return longest_s if may_save else min(longest_s, _GRACE_S)
+
+    @property
+    def without_effect_in_torch(self) -> list[str]:
+        """The given options that have no effect if torch's own agent runs the ranks."""
+        shutdown = [] if self.args.shutdown_timeout is None else ["--shutdown-timeout"]
+        return [*_diagnosis_options(self.args), *shutdown]
 
     @property
     def shown(self) -> frozenset[int] | None:
@@ -120,12 +125,6 @@ class LaunchOptions:
         return Endpoint(
             host=host, port=port, is_host=is_host, one_launcher=self.args.host is not None
         )
-
-    @property
-    def script_facts(self) -> tuple[str, bool]:
-        """The script, and whether that is a file of Python."""
-        is_file = self.is_python and not (self.args.module and not self.args.run_path)
-        return self.args.training_script, is_file
 
     @property
     def nodes(self) -> str:
@@ -222,7 +221,7 @@ def parser() -> CommandParser:
             type=int,
             metavar="SECONDS",
             help="how long ranks may take to end after SIGTERM before they are killed (default: "
-            f"{_GRACE_S:.0f} after a failure, else TORCH_ELASTIC_SHUTDOWN_TIMEOUT or {_SAVE_GRACE_S:.0f})",
+            f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
         )
     ours.add_argument_group("speed").add_argument(
         "--profile-steps",
@@ -246,6 +245,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         SystemExit: by torch's parser, for an unknown option or --help.
     """
     args = parser().parse_args(argv)
+    if args.run_path:  # in torch it overrides the other two
+        args.module = args.no_python = False
     notes: list[str] = []
     _check(args)
     node_rank = args.node_rank
@@ -411,6 +412,16 @@ def _check_nproc(word: str) -> None:
         ) from error
 
 
+def _diagnosis_options(args: Namespace) -> list[str]:
+    """The given options that need the probe of the ranks, and the agent of Paceline."""
+    options = {
+        "--hang-after": args.hang_after is not None,
+        "--on-hang=end": args.on_hang == "end",
+        "--profile-steps": args.profile_steps,
+    }
+    return [name for name, is_given in options.items() if is_given]
+
+
 def _check(args: Namespace) -> None:
     _check_nproc(args.nproc_per_node)
     if args.hang_after is not None and not 0 <= args.hang_after < float("inf"):
@@ -421,13 +432,21 @@ def _check(args: Namespace) -> None:
         raise ConfigError(
             "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
         )
-    no_python = args.no_python and not args.run_path
-    if args.profile_steps and (no_python or not has_probe()):
+    if (args.no_python or not has_probe()) and (given := _diagnosis_options(args)):
         raise ConfigError(
-            "--profile-steps has no effect with --no-python or PACELINE_PROBE=0.",
-            why="a thread in each rank takes the samples.",
+            f"{given[0]} has no effect with --no-python or PACELINE_PROBE=0.",
+            why="a thread in each rank reports what the rank does.",
             fix="leave one of them out.",
         )
+    for name, timeout in (
+        ("--shutdown-timeout", args.shutdown_timeout),
+        (_SHUTDOWN_VARIABLE, os.environ.get(_SHUTDOWN_VARIABLE)),
+    ):
+        if timeout is not None and not str(timeout).isdecimal():
+            raise ConfigError(
+                f"{name} must be a whole number of seconds, and is {timeout!r}.",
+                fix="give a number from 0 on, or leave it out.",
+            )
     if args.start_method != "spawn":
         raise ConfigError(
             f"--start-method={args.start_method} has no effect here.",
@@ -440,7 +459,7 @@ def _check(args: Namespace) -> None:
             why="the launcher writes whole log files only.",
             fix="add --tee 3 and --log-dir, and search the log files with grep.",
         )
-    if args.no_python and not args.run_path and shutil.which(args.training_script) is None:
+    if args.no_python and shutil.which(args.training_script) is None:
         raise ConfigError(
             f"there is no program {args.training_script!r}.",
             fix="with --no-python, give the path of an executable file, or a name that is on PATH.",

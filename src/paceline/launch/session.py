@@ -31,7 +31,7 @@ from paceline.exit_codes import ExitCode
 from paceline.launch import signals
 from paceline.launch.agent import Agent, is_available
 from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
-from paceline.launch.node_facts import NodeFacts, facts_of_this_node
+from paceline.launch.node_facts import facts_of_this_node
 from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
 from paceline.launch.options import LaunchOptions, read_options
 from paceline.launch.prescan import check_script
@@ -62,13 +62,13 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     options = read_options(argv)
     args, config = options.args, options.config
     if options.is_python:
-        check_script(args.training_script, module=args.module and not args.run_path)
+        check_script(args.training_script, module=args.module)
     threads, reason = choose_threads(config.nproc_per_node)
     wrap = _numa(config)
     # Ranks that were started early have none of these settings.
     needs_other_start = not options.is_python or options.uses_logs or wrap is not None
     if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
-        local_ranks.end()
+        local_ranks.discard()
         environment = environment_of_ranks(threads)
         if not options.is_python:
             environment["PACELINE_PRELOAD"] = "0"
@@ -89,11 +89,12 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         local_ranks.say(
             f"paceline: {signal.Signals(number).name} received while torch waits for other nodes\n"
         )
-        local_ranks.kill()
+        for rank in local_ranks.ranks:
+            rank.kill()
         local_ranks.pump.drain(stalled_s=1.0)
         os._exit(128 + number)
 
-    received_signals = signals.Signals(stuck, wake=local_ranks.wake)
+    received_signals = signals.ReceivedSignals(stuck, wake=local_ranks.wake)
     local_ranks.has_signal = lambda: bool(received_signals.received)
     try:
         numbers = signals.parse(config.signals_to_handle)
@@ -134,7 +135,8 @@ def _run_agent(
         result = agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is not None and result.is_failed():
-            return agent.verdict.exit_code if agent.verdict is not None else ExitCode.FAILED
+            first = agent.first_failure
+            return first.exit_code if first is not None else ExitCode.FAILED
         # A preempted job is started again, and a closed rendezvous would refuse it.
         stay_open = agent.preempted
         return _preempted(local_ranks) if agent.preempted else ExitCode.OK
@@ -162,13 +164,20 @@ def _run_agent(
 
 
 def _run_agent_of_torch(
-    spec: WorkerSpec, options: LaunchOptions, local_ranks: LocalRanks, received: signals.Signals
+    spec: WorkerSpec,
+    options: LaunchOptions,
+    local_ranks: LocalRanks,
+    received: signals.ReceivedSignals,
 ) -> int:
     """Run the job as torchrun does, because this torch lacks a name that `Agent` needs."""
-    local_ranks.end()
+    local_ranks.discard()
+    for name in options.without_effect_in_torch:
+        local_ranks.say(f"paceline: {name} has no effect: torch's own agent runs the ranks\n")
     logs = options.config.logs_specs
     assert logs is not None
-    agent = LocalElasticAgent(spec, logs)
+    agent = LocalElasticAgent(
+        spec, logs, log_line_prefix_template=options.config.log_line_prefix_template
+    )
     try:
         with received.interruptible():
             result = agent.run()
@@ -250,20 +259,15 @@ def _rendezvous(options: LaunchOptions, local_ranks: LocalRanks) -> RendezvousHa
 def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOptions | None:
     if options.endpoint is None:
         return None
-    script, is_file = options.script_facts
-
-    def facts(address: str) -> NodeFacts:
-        return facts_of_this_node(
-            address,
-            rank=options.node_rank,
-            nodes=options.nodes,
-            script=script,
-            is_file=is_file,
-        )
-
+    args = options.args
     return NodeOptions(
         endpoint=options.endpoint,
-        facts=facts,
+        facts=facts_of_this_node(
+            rank=options.node_rank,
+            nodes=options.nodes,
+            script=args.training_script,
+            is_file=options.is_python and not args.module,
+        ),
         ports=options.ports,
         say=lambda text: local_ranks.say(f"paceline: {text}\n"),
     )

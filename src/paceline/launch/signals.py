@@ -27,7 +27,7 @@ _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 _STUCK_S = 5.0
 
 
-class Signals:
+class ReceivedSignals:
     """The received signals of the launcher, and whether they may interrupt the main thread.
 
     Args:

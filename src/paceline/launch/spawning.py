@@ -57,13 +57,18 @@ _PRELOADED = [
 
 @dataclass
 class Outcome:
-    """The result of one rank: its value, or its error, its traceback and how it ended."""
+    """The result of one rank: its value, or its error.
+
+    Args:
+        text: The traceback of the error, or the stacks of a rank that did not finish; else empty.
+        failure: The failure as `find_first_failure` takes it; None for a rank that did not finish.
+    """
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     text: str = ""
-    ended: RankOutcome | None = None
+    failure: RankOutcome | None = None
 
 
 def spawn(
@@ -106,11 +111,11 @@ def spawn(
     )
     failed = [o for o in outcomes if o.error is not None]
     if failed:
-        crash = find_first_failure(o.ended for o in failed if o.ended is not None)
+        crash = find_first_failure(o.failure for o in failed if o.failure is not None)
         if crash is not None:
             first = outcomes[crash.original.rank]
         else:  # a rank that ended early, or else the deadline has passed
-            first = next((o for o in failed if o.ended is not None), failed[0])
+            first = next((o for o in failed if o.failure is not None), failed[0])
         assert first.error is not None
         if type(first.error) is SystemExit:  # raised here, it would end the caller's process
             code = first.error.code
@@ -177,7 +182,7 @@ def run_outcomes(
         raise
     finally:
         for each in ranks:
-            each.end()
+            each.close()
 
 
 @dataclass
@@ -207,8 +212,8 @@ class _Rank:
             until = min(until, time.monotonic() + 0.2)
         return text.decode(errors="replace")
 
-    def end(self) -> None:
-        """End the process; kill it if it does not end by itself within half a second."""
+    def close(self) -> None:
+        """Close the pipes; kill the process if it does not end by itself within half a second."""
         if self.process.is_alive():
             self.process.join(timeout=0.5)
         if self.process.is_alive():
@@ -282,7 +287,7 @@ def _serve(
     except BaseException as error:
         outcome.error = error
         outcome.text = traceback.format_exc()
-        outcome.ended = _rank_outcome(rank, Error.of(error, outcome.text))
+        outcome.failure = _rank_outcome(rank, Error.of(error, outcome.text))
     pipe.send_bytes(_pack(outcome))
     pipe.close()
     for stream in streams:
@@ -392,4 +397,4 @@ def _receive(number: int, rank: _Rank) -> Outcome:
             how = f"ended with exit code {code} before its function returned"
             why = "the function or a library called os._exit, or exit of C."
         error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
-        return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))
+        return Outcome(number, error=error, failure=_rank_outcome(number, returncode=code))

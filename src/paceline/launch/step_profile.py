@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from paceline.clock.shares import judge_shares
-from paceline.launch.local_ranks import LocalRanks, Rank
+from paceline.launch.local_ranks import Question, Rank
 from paceline.watch.rank_state import read_place
-from paceline.watch.sampling import NO_PHASE, PHASES, WAITING
+from paceline.watch.sampling import GARBAGE, NO_PHASE, PHASES, WAITING
 
 REQUEST = "phases"
 _SECONDS = 1.0  # of one request
@@ -29,10 +29,8 @@ Spent = dict[tuple[str, str], float]
 class StepProfile:
     """Asks the ranks of this node again and again how their time passes, and adds the answers up."""
 
-    def __init__(self, local_ranks: LocalRanks) -> None:
-        self._local_ranks = local_ranks
-        self._number = 0
-        self._until = 0.0  # for the answers; 0 if nothing was asked
+    def __init__(self) -> None:
+        self._question: Question | None = None
         self._spent: dict[int, Spent] = defaultdict(lambda: defaultdict(float))
 
     def look(self, now: float, alive: Sequence[Rank]) -> None:
@@ -42,13 +40,12 @@ class StepProfile:
             now: Monotonic, in seconds.
             alive: The ranks of this node that still run.
         """
-        answers = {
-            rank.rank: rank.answers[REQUEST].get("spent", ())  # without it, an error
-            for rank in alive
-            if rank.answers.get(REQUEST, {}).get("id") == self._number
-        }
-        if len(answers) < len(alive) and now < self._until:
-            return
+        answers = {}
+        if self._question is not None:
+            if self._question.is_open(now):
+                return
+            # Without "spent", an answer is an error.
+            answers = {rank: each.get("spent", ()) for rank, each in self._question.answers.items()}
         # Before and after the training, ranks import, load and evaluate.
         if any(phase in _TRAINS for spent in answers.values() for phase, _, _ in spent):
             begin_s = 0.0 if self._spent else min(map(_first_s, answers.values()))
@@ -58,10 +55,8 @@ class StepProfile:
                     if passed_s >= begin_s:
                         self._spent[rank][phase, place] += seconds
                     passed_s += seconds
-        self._number += 1
-        self._until = now + _SECONDS + _ANSWER_S
-        for one in alive:
-            one.ask(self._number, REQUEST, seconds=_SECONDS)
+        within_s = _SECONDS + _ANSWER_S
+        self._question = Question(alive, REQUEST, now=now, within_s=within_s, seconds=_SECONDS)
 
     def report(self, cwd: str) -> str:
         """The shares of the phases on each rank, as text. Files under `cwd` become relative."""
@@ -85,7 +80,7 @@ def describe(spent: Mapping[int, Spent], cwd: str) -> str:
     ranks = sorted(spent)
     total_s = {rank: sum(spent[rank].values()) for rank in ranks}
     shares: dict[str, list[float]] = {}
-    for phase in (*PHASES, WAITING, "garbage collection", NO_PHASE):
+    for phase in (*PHASES, WAITING, GARBAGE, NO_PHASE):
         own = [_seconds(spent[rank], phase) / total_s[rank] for rank in ranks]
         if max(own) >= 0.005:
             shares[phase] = own

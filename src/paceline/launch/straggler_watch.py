@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.clock.checks.stragglers import Straggler
-from paceline.launch.local_ranks import LocalRanks, Rank
+from paceline.launch.local_ranks import LocalRanks, Question, Rank
 from paceline.watch.processes import HostSample, describe_workers, sample_host
 from paceline.watch.rank_state import read_place
 from paceline.watch.straggler import (
@@ -41,14 +41,13 @@ class StragglerWatch:
     def __init__(self, local_ranks: LocalRanks) -> None:
         self._local_ranks = local_ranks
         self._reported: set[tuple[int, str]] = set()  # rank and phase
-        self._number = 0
         self.begin()
 
     def begin(self) -> None:
         """Forget the ranks of the previous round."""
         self._arrivals: dict[int, dict[Key, tuple[int, int]]] = {}
-        self._request = ""  # the current one: "arrivals" or "profile"; empty if there is none
-        self._seconds = self._asked_at = 0.0
+        self._question: Question | None = None  # "arrivals" or "profile"
+        self._profile_s = self._asked_at = 0.0
         self._entered = 0
         self._suspect = -1  # the rank that is profiled
         self._host: HostSample | None = None  # at the beginning of the profile
@@ -64,37 +63,35 @@ class StragglerWatch:
         """
         if len(alive) < 2:
             return False
-        if self._request:
-            if any(rank.answers.get(self._request, {}).get("id") != self._number for rank in alive):
-                return now < self._asked_at + self._seconds + _ANSWER_S
-            self._handle_answers(now, alive)
+        if self._question is not None:
+            if not self._question.answered:
+                return now < self._question.deadline
+            self._handle_answers(self._question, now, alive)
         elif entered > self._entered:
             few = entered - self._entered < _FEW * len(alive)
             interval_s = _LONG_INTERVAL_S if few else _INTERVAL_S
             if now >= self._asked_at + interval_s:
-                self._entered, self._seconds = entered, 0.0
-                self._ask("arrivals", now, alive)
-        return bool(self._request)
+                self._entered = entered
+                self._ask("arrivals", now, alive, 0.0)
+        return self._question is not None
 
-    def _ask(self, request: str, now: float, alive: Sequence[Rank], **more: Any) -> None:
-        self._number += 1
-        self._request, self._asked_at = request, now
-        for rank in alive:
-            arrivals = self._arrivals.get(rank.rank)
-            since_ns = max(at_ns for at_ns, _ in arrivals.values()) if arrivals else 0
-            rank.ask(self._number, request, since=since_ns, **more)
+    def _ask(self, do: str, now: float, alive: Sequence[Rank], lasts_s: float, **more: Any) -> None:
+        self._asked_at = now
+        known = [self._arrivals.get(rank.rank, {}).values() for rank in alive]
+        since = min(max((at_ns for at_ns, _ in arrivals), default=0) for arrivals in known)
+        within_s = lasts_s + _ANSWER_S
+        self._question = Question(alive, do, now=now, within_s=within_s, since=since, **more)
 
-    def _handle_answers(self, now: float, alive: Sequence[Rank]) -> None:
-        answers = {rank.rank: rank.answers[self._request] for rank in alive}
+    def _handle_answers(self, question: Question, now: float, alive: Sequence[Rank]) -> None:
+        self._question, answers = None, question.answers
         for rank, answer in answers.items():
             arrivals = self._arrivals.setdefault(rank, {})
             for group, number, at_ns, elements in answer.get("arrivals", ()):
                 arrivals[group, number] = (at_ns, elements)
             for key in list(arrivals)[:-_KEPT]:
                 del arrivals[key]
-        request, self._request = self._request, ""
         suspects = find_suspects(self._arrivals)
-        if request == "profile":
+        if question.do == "profile":
             profiles = {
                 rank: Profile(answer["begin_ns"], answer["spent"])
                 for rank, answer in answers.items()
@@ -121,8 +118,8 @@ class StragglerWatch:
         if suspect is not None:
             if profiled_blocks(suspect, profiles):
                 found = find_straggler(suspect, self._suspect, profiles)
-            elif 2 * self._seconds <= _PROFILE_S[1]:
-                self._profile(2 * self._seconds, now, alive)
+            elif 2 * self._profile_s <= _PROFILE_S[1]:
+                self._profile(2 * self._profile_s, now, alive)
                 return
         _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
         rest_s = min(2 * rest_s, _REST_S[1])
@@ -134,22 +131,19 @@ class StragglerWatch:
                 self._report(straggler, place, alive)
 
     def _profile(self, seconds: float, now: float, alive: Sequence[Rank]) -> None:
-        self._seconds = min(max(seconds, _PROFILE_S[0]), _PROFILE_S[1])
+        self._profile_s = min(max(seconds, _PROFILE_S[0]), _PROFILE_S[1])
         self._host = sample_host([rank.pid for rank in alive])
-        self._ask("profile", now, alive, seconds=self._seconds)
+        self._ask("profile", now, alive, self._profile_s, seconds=self._profile_s)
 
     def _report(self, found: Straggler, place: str, alive: Sequence[Rank]) -> None:
         assert self._host is not None
         pid = next(rank.pid for rank in alive if rank.rank in found.ranks)
         cwd = os.getcwd()
-        stack = read_place(place, cwd)
-        where = stack.line
-        if stack.script and (function := stack.script[0][2]).isidentifier():
-            where = f"{function}() at {where}"
+        where = read_place(place, cwd).function_at_line
         if found.phase == "data" and (workers := describe_workers(pid, cwd)):
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         after = sample_host([rank.pid for rank in alive])
         process = f"host {socket.gethostname()}, pid {pid}"
         self._local_ranks.say(describe(found, process, where, self._host, after, pid))
-        for rank in alive:  # rank 0 leaves it out of its advice
-            rank.ask(self._number, "named", ranks=list(found.ranks))
+        for rank in alive:  # rank 0 leaves it out of its advice; the answers are not read
+            rank.send({"do": "slow_ranks", "id": -1, "ranks": list(found.ranks)})

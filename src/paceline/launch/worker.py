@@ -161,7 +161,7 @@ def main() -> NoReturn:
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
     control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
-    control.handlers["end"] = lambda _: _end()
+    control.handlers["ignore_preemption"] = lambda _: _ignore_preemption()
     # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -197,8 +197,8 @@ def _orig_argv(script: dict[str, Any]) -> list[str]:
     return [*interpreter, *target, *script["argv"][1:]]
 
 
-def _end() -> None:
-    """Handle `end`: a peer has failed, and a training must not treat the next SIGTERM as a preemption."""
+def _ignore_preemption() -> None:
+    """A peer has failed: a training must not treat the next SIGTERM as a preemption."""
     if preemption := sys.modules.get("paceline.job.preemption"):
         preemption.notice.end()
 
@@ -290,13 +290,7 @@ def _exit_code(error: SystemExit, control: Control) -> int:
             control.send(_describe(handled) | {"event": "raised", "shown": False})
         elif _printed is not None and time.time() - _printed["time"] < _PRINTED_S:
             control.send(_printed)
-        control.send(
-            {
-                "event": "exit",
-                "code": code & 0xFF,
-                "place": _stacks.place_of_error(error.__traceback__),
-            }
-        )
+        control.send({"event": "exit", "place": _stacks.place_of_error(error.__traceback__)})
     return code & 0xFF
 
 
@@ -344,9 +338,9 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
     report = _describe(error) | {"shown": shown}
     if not control.send(report):
         print(report["traceback"], file=sys.stderr)
-    explain = control.handlers.get("explain")
-    if explain is not None and report["module"].startswith("torch.distributed"):
-        explain({"do": "explain", "id": -1})  # the collective that failed, and its tensors
+    send_state = control.handlers.get("state")
+    if send_state is not None and report["module"].startswith("torch.distributed"):
+        send_state({"do": "state", "id": -1})  # the collective that failed, and its tensors
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
     # because a full pipe would block forever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

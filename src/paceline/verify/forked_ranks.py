@@ -29,7 +29,7 @@ import torch
 
 from paceline.exit_codes import ExitCode
 from paceline.job.store_server import serve_here
-from paceline.launch.local_ranks import WORKER, choose_threads, end_groups, environment_of_ranks
+from paceline.launch.local_ranks import WORKER, choose_threads, environment_of_ranks, stop_groups
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.verify import harness
@@ -110,12 +110,12 @@ class ForkedRanks:
                 return False
             elif self._running:
                 time.sleep(_POLL_S)
-        end_groups(self.pids)  # what they left behind
+        stop_groups(self.pids)  # what they left behind
         return True
 
     def end(self) -> None:
         """End the ranks that run still, and what they have started."""
-        end_groups(self._running)
+        stop_groups(self._running)
         for pid in list(self._running):
             os.waitpid(pid, 0)
             self._running.remove(pid)

@@ -1,15 +1,16 @@
 """Which rank failed first, and which ranks failed only because they lost it. Pure.
 
 When one rank fails, its peers fail a moment later because they lost it. Only the first failure matters.
-A follower is recognised by the type of its error and the module that raised it, never by its message. The
-errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in its
-own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
+A follower is recognised by the type of its error and by what raised it, never by the words of its message.
+The errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in
+its own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
 
 Also loaded by file name in each rank: the standard library, exit_codes.py and stacks.py alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -17,8 +18,11 @@ from traceback import walk_tb
 from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
-# Modules that raise an error if a peer is lost.
-_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
+# Modules that raise a RuntimeError if a peer is lost.
+_WAITING = ("torch.distributed", "torch.nn.parallel.distributed")
+# Autograd raises such errors of DDP, and also errors of the script, such as a second backward of one graph.
+# Those of Gloo begin with the line of its source that raised them.
+_GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
 
@@ -53,14 +57,10 @@ class Error:
     @classmethod
     def of(cls, error: BaseException, text: str) -> Error:
         """The facts about an exception of this process; `text` is its traceback."""
-        try:
-            message = str(error)
-        except Exception as broken:
-            message = f"<its text raised {type(broken).__name__}>"
         return cls(
             type=type(error).__qualname__,
             kinds=_kinds(error),
-            message=message,
+            message=_message(error),
             traceback=text,
             module=_module(error),
             place=place_of_error(error.__traceback__),
@@ -70,6 +70,13 @@ class Error:
 
 def _kinds(error: BaseException) -> tuple[str, ...]:
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its text raised {type(broken).__name__}>"
 
 
 def _module(error: BaseException) -> str:
@@ -84,8 +91,12 @@ def _lost_peer(error: BaseException | None) -> bool:
         kinds = _kinds(error)
         if not _LOST_PEER_TYPES.isdisjoint(kinds):
             return True
-        if kinds[0] == "builtins.RuntimeError" and _module(error).startswith(_WAITING):
-            return True
+        if kinds[0] == "builtins.RuntimeError":
+            module = _module(error)
+            if module.startswith(_WAITING):
+                return True
+            if module.startswith("torch.autograd") and _GLOO_ERROR.match(_message(error)):
+                return True
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.
             return False
@@ -176,7 +187,7 @@ class FirstFailure:
 
     Args:
         original: Why the job ended: a failure, or a rank that exited while the others needed it.
-        alike: All ranks that failed in the same way, including that of `original`.
+        ranks: All ranks that failed in the same way, including that of `original`.
         followers: Ranks that failed because they lost a peer.
         others: Ranks that failed by themselves, later, and in another way.
         certain: False if all ranks that failed here are followers.
@@ -184,7 +195,7 @@ class FirstFailure:
     """
 
     original: RankOutcome
-    alike: tuple[int, ...]
+    ranks: tuple[int, ...]
     followers: tuple[int, ...]
     others: tuple[RankOutcome, ...]
     certain: bool
@@ -221,11 +232,11 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
         latest = first.time + _NOTICED_LATE_S
         left = [f for f in in_time if f.ended_early and (f.host != first.host or f.time <= latest)]
     original = (causes or left or failures)[0]
-    alike = left or [each for each in failures if each.how == original.how]
+    equal = left or [each for each in failures if each.how == original.how]
     rest = [each for each in failures if each.how != original.how]
     return FirstFailure(
         original=original,
-        alike=tuple(sorted(each.rank for each in alike)),
+        ranks=tuple(sorted(each.rank for each in equal)),
         followers=tuple(sorted(each.rank for each in rest if each.follows)),
         others=tuple(each for each in rest if not each.follows),
         certain=bool(causes),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-_ENTRIES = 64  # latest entries that are reported, besides those that are not over
+_ENTRIES = 64  # latest entries that are reported, besides those that are not completed
 _DUMP_NCCL = "torch._C._distributed_c10d._dump_nccl_trace"  # only in builds of torch with NCCL
 _DUMP = "torch._C._distributed_c10d._dump_fr_trace"
 _WORLD = "torch.distributed.distributed_c10d._world"
@@ -29,20 +29,20 @@ _KEYS = (
 
 
 def counts() -> tuple[int, int]:
-    """How many operations were entered, and how many of them are over."""
-    entered = over = 0
+    """How many operations were entered, and how many of them are completed."""
+    entered = completed = 0
     for dump in _dumps(entries=False):
         for status in dump.get("pg_status", {}).values():
             entered += max(int(status["last_enqueued_collective"]), 0)
-            over += max(int(status["last_completed_collective"]), 0)
+            completed += max(int(status["last_completed_collective"]), 0)
     for _, queue in _our_queues():
         entered += queue.num_issued
-        over += queue.num_issued - queue.num_waiting
-    return entered, over
+        completed += queue.num_issued - queue.num_waiting
+    return entered, completed
 
 
 def table() -> dict[str, Any]:
-    """The latest collectives and all that are not over, oldest first; ranks and mesh axes of groups."""
+    """The latest collectives and all that are not completed, oldest first; ranks and mesh axes of groups."""
     found = (entry for dump in _dumps(entries=True) for entry in dump.get("entries", []))
     entries = [entry for entry in found if entry["process_group"][0]]  # one without a name is ours
     first = len(entries) - _ENTRIES

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import name_ranks
 from paceline.watch.rank_state import Call, RankState
-from paceline.watch.report import render
+from paceline.watch.report import group_by_text, render
 
 # Collectives whose tensors must have the same type and shape on all ranks.
-_ALIKE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+_EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
 
 
@@ -42,13 +42,13 @@ def find_hang(states: Sequence[RankState], world_size: int, after_s: float) -> H
     inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
     waiting = [state for state, since_s in inside if since_s >= after_s]
     if waiting:
-        return _explain_collective(states, waiting, after_s)
+        return _diagnose_collective(states, waiting, after_s)
     if inside or any(state.idle_s < after_s for state in alive):
         return None
-    return _explain_others(states, world_size)
+    return _diagnose_others(states, world_size)
 
 
-def _explain_collective(
+def _diagnose_collective(
     states: Sequence[RankState], waiting: Sequence[RankState], after_s: float
 ) -> Hang | None:
     call = _collective_to_report(states, waiting)
@@ -132,7 +132,7 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
     for number in sorted(by_number):
         calls = by_number[number].values()
         # If a collective ended although the tensors differ, this may be intended.
-        kinds = {one.kind for one in calls if one.name in _ALIKE and number == call.number}
+        kinds = {one.kind for one in calls if one.name in _EQUAL_TENSORS and number == call.number}
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
     return {}
@@ -140,17 +140,19 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
 
 def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Hang:
     number = next(iter(calls.values())).number
-    at = {state.rank: state for state in states}
-    groups: dict[str, list[RankState]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        state = at[rank]
-        text = _call_text(call, state) + ("" if call.over else _at(state))
-        groups[text].append(state)
-    largest_first = sorted(groups.items(), key=lambda item: -len(item[1]))
+    at = {state.rank: state for state in states if state.rank in calls}
+
+    def text_of(state: RankState) -> str:
+        call = calls[state.rank]
+        return _call_text(call, state) + ("" if call.completed else _at(state))
+
+    largest_first = sorted(
+        group_by_text(at.values(), text_of).items(), key=lambda item: -len(item[1])
+    )
     lines: list[str] = []
     for text, members in largest_first:
         first = members[0]
-        if any(calls[state.rank].over for state in members):
+        if any(calls[state.rank].completed for state in members):
             now = f", now in {_collective_text(first)}" if first.waiting else ""
             did = f"called {text}{now}"
         elif lines:
@@ -162,7 +164,7 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Ha
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
         stepping = [
-            rank for rank, call in calls.items() if at[rank].where.gradients and not call.over
+            rank for rank, call in calls.items() if at[rank].where.gradients and not call.completed
         ]
         if 0 < len(stepping) < len(calls):
             takes = "takes" if len(stepping) == 1 else "take"
@@ -184,7 +186,7 @@ def _differing_ranks(
     smallest = [members for members in groups if len(members) == len(groups[-1])]
     for is_usual in (
         lambda state: state.where.gradients,
-        lambda state: not calls[state.rank].over,
+        lambda state: not calls[state.rank].completed,
     ):
         unusual = [members for members in smallest if not any(map(is_usual, members))]
         if 0 < len(unusual) < len(smallest):
@@ -194,11 +196,11 @@ def _differing_ranks(
     return [state for members in groups for state in members]
 
 
-def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None:
+def _diagnose_others(states: Sequence[RankState], world_size: int) -> Hang | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
-    stuck = [state for state in alive if state.where.waits_in and not state.busy]
+    stuck = [state for state in alive if state.where.torch_call and not state.busy]
     if not alive:
         return None
     if world_size == 1 and not loading and not stuck and alive[0].state not in ("T", "D"):
@@ -226,8 +228,8 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
             "start them too; or leave rank, world_size and init_method out of the call, and choose the "
             "number of ranks with --nproc-per-node."
         )
-    elif all(state.where.waits_in == stuck[0].where.waits_in for state in stuck):
-        why = f"all ranks are in {stuck[0].where.waits_in}, and none gets an answer."
+    elif all(state.where.torch_call == stuck[0].where.torch_call for state in stuck):
+        why = f"all ranks are in {stuck[0].where.torch_call}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
@@ -240,7 +242,7 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
 
 def _waiters(stuck: Sequence[RankState], call: Call) -> list[str]:
     lines = []
-    for text, members in _group_by(stuck, _collective_text).items():
+    for text, members in group_by_text(stuck, _collective_text).items():
         seconds = min((s.waiting or call).since_s for s in members)
         step = f", in step {members[0].step}" if members[0].step else ""
         lines.append(
@@ -255,12 +257,12 @@ def _collective_text(state: RankState) -> str:
 
 
 def _torch_call_text(state: RankState) -> str:
-    return state.where.waits_in + (f" with rank {state.peer}" if state.peer is not None else "")
+    return state.where.torch_call + (f" with rank {state.peer}" if state.peer is not None else "")
 
 
 def _call_text(call: Call, state: RankState) -> str:
     notes = [call.kind] if call.kind else []
-    if state.where.gradients and not call.over:
+    if state.where.gradients and not call.completed:
         notes.insert(0, "gradients")
     if call.members and len(call.members) > 1 and call.group not in ("", "0"):
         axis = f" on axis {call.axis}" if call.axis else ""
@@ -283,20 +285,19 @@ def _activity(state: RankState) -> str:
     if state.state in ("T", "t"):
         return f"stopped (state {state.state}){_at(state)}"
     if state.state == "D" and not state.busy:
-        kernel = f", {state.kernel}" if state.kernel else ""
+        kernel = f", {state.kernel_function}" if state.kernel_function else ""
         return f"in an uninterruptible wait in the kernel (state D{kernel}){_at(state)}"
     if state.state == "Z":
         return "its main thread has ended, and other threads run on (state Z)"
     if state.waiting is not None:
         return f"in {_collective_text(state)}"
-    function = state.where.script[0][2] if state.where.script else ""
-    text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
+    text = state.where.function_at_line
     text = text or ("not in the script" if state.answered else "it does not report where")
-    called = _torch_call_text(state) if state.where.waits_in else state.call
+    called = _torch_call_text(state) if state.where.torch_call else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
         text += f", waiting for a loader worker{_workers(state)}"
-    if state.held:
+    if state.holds_gil:
         text += ", holding the GIL"
     return text + (", busy" if state.busy else "")
 
@@ -314,7 +315,7 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
             "make all ranks take the same number of steps.",
         )
     if all(state.busy for state in absent):
-        if first.held:
+        if first.holds_gil:
             why = "native code holds the GIL, so no other Python thread runs."
         else:
             why = "it is evaluating, compiling, saving or loading, or is in an endless loop."
@@ -346,7 +347,7 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
             "it waits for a lock, a queue or a process.",
             "find out what should release or fill it, and why that does not happen.",
         )
-    if first.where.waits_in:
+    if first.where.torch_call:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
     return _diverging_line(first, stuck)
 
@@ -374,7 +375,7 @@ def _grouped(
     states: Sequence[RankState], text_of: Callable[[RankState], str], one: str, many: str
 ) -> list[str]:
     lines = []
-    for text, members in _group_by(states, text_of).items():
+    for text, members in group_by_text(states, text_of).items():
         verb = one if len(members) == 1 else many
         lines.append(_with_ranks(members, f"{verb} {text}".strip()))
     return lines
@@ -390,15 +391,6 @@ def _with_ranks(members: Sequence[RankState], text: str) -> str:
         stage = "" if members[0].stage is None else f", stage {members[0].stage}"
         who += f" (host {members[0].host}, pid {members[0].pid}{stage})"
     return f"{who}{'' if text.startswith(':') else ' '}{text}"
-
-
-def _group_by(
-    states: Iterable[RankState], text_of: Callable[[RankState], str]
-) -> dict[str, list[RankState]]:
-    groups: dict[str, list[RankState]] = {}
-    for state in states:
-        groups.setdefault(text_of(state), []).append(state)
-    return groups
 
 
 def _hang(

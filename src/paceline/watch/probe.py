@@ -1,7 +1,7 @@
 """The probe in each rank: reports to the launcher where the rank is, and how many collectives it entered.
 
 Twice a second a thread writes one line (a beat) into a file in memory that the launcher has open as well:
-how many collectives were entered and are over, and where the main thread is. If native code holds the
+how many collectives were entered and completed, and where the main thread is. If native code holds the
 interpreter's lock, no Python thread runs; faulthandler's own thread then adds its stacks to the file.
 Everything else (stacks of all threads, the flight recorder, a profile) is reported on request.
 
@@ -38,15 +38,16 @@ class Probe:
         fd: A file in memory that the launcher reads.
     """
 
-    REQUESTS = ("explain", "arrivals", "profile", "phases", "named")
+    REQUESTS = ("state", "arrivals", "profile", "phases", "slow_ranks")
 
     def __init__(self, fd: int) -> None:
         self.main = threading.main_thread().ident or 0
         # faulthandler has one timer. If the script uses it, the probe no longer does.
         faulthandler.dump_traceback_later = self._give_timer_away
         self._timer = True
-        # A forked child has no timer thread, and would wait for it forever when it ends.
-        self._arming = threading.Lock()
+        # Held while the timer is set or given away, and during a fork: a forked child has no timer thread,
+        # and would wait for it forever when it ends. A signal handler may run in the thread that holds it.
+        self._arming = threading.RLock()
         self._ended = False
         os.register_at_fork(
             before=self._disarm,
@@ -76,14 +77,15 @@ class Probe:
             faulthandler.cancel_dump_traceback_later()
 
     def _give_timer_away(self, *args: Any, **options: Any) -> None:
-        self._timer = False
-        faulthandler.dump_traceback_later = _dump_later
-        _dump_later(*args, **options)
+        with self._arming:
+            self._timer = False
+            faulthandler.dump_traceback_later = _dump_later
+            _dump_later(*args, **options)
 
     def _beat(self) -> None:
         while True:
             try:
-                entered, over = counts()
+                entered, completed = counts()
             except (
                 Exception
             ) as error:  # as with another torch: the launcher no longer detects hangs
@@ -93,7 +95,7 @@ class Probe:
             beat = {
                 "time": time.monotonic(),
                 "entered": entered,
-                "over": over,
+                "completed": completed,
                 "place": place_of_frame(frame),
                 "stack_hash": hash_of(frame),
             }
@@ -157,7 +159,7 @@ class Probe:
         else:
             reply()
 
-    def _explain(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, _: dict[str, Any]) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[dict[str, Any]] = []  # the main one first
         for ident, frame in sys._current_frames().items():
@@ -184,7 +186,7 @@ class Probe:
         spent = profile(self.main, request["seconds"])
         return {"begin_ns": begin_ns, "spent": spent, **self._arrivals(request)}
 
-    def _named(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _slow_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
         # Only for scripts that import paceline.
         if job := sys.modules.get("paceline.job.current_step"):
             job.slow_ranks.update(request["ranks"])

@@ -17,7 +17,7 @@ import psutil
 
 from paceline.machine import cgroup_folders, core_delay_s, read_text, stat_fields
 from paceline.watch.probe import NAME
-from paceline.watch.rank_state import HELD_S, read_beat, read_dump, read_place, read_stack
+from paceline.watch.rank_state import LATE_BEAT_S, read_beat, read_dump, read_place, read_stack
 
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
 _PROBE_FILE = f"/memfd:{NAME}"
@@ -148,7 +148,7 @@ def is_ending(pid: int) -> bool:
     return True
 
 
-def waits_in(pid: int) -> str:
+def kernel_function(pid: int) -> str:
     """The kernel's function that the process waits in; empty if unknown."""
     return read_text(Path(f"/proc/{pid}/wchan")).strip("0\n")
 
@@ -162,13 +162,12 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
             continue  # a spawned worker has no probe
         beat = read_beat(text)
         where = read_place(beat.get("place", ""), cwd)
-        if time.monotonic() - beat.get("time", 0.0) > HELD_S and (dump := read_dump(text)):
+        if time.monotonic() - beat.get("time", 0.0) > LATE_BEAT_S and (dump := read_dump(text)):
             where = read_stack(dump, cwd)
         state = {"T": "stopped", "t": "held by a debugger", "D": "in a disk wait", "Z": "dead"}.get(
             found.state, ""
         )
-        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
-        state = state or ("in " if where.script else "is ") + place
+        state = state or (f"in {where.function_at_line}" if where.script else "is idle")
         words.append((not where.script, f"pid {child} {state}"))
     return tuple(text for _, text in sorted(words))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.watch.stacks import frames_of_script
 
-HELD_S = 1.2  # a beat this old means that no Python thread runs
+LATE_BEAT_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
 _DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -40,7 +40,7 @@ class Call:
         axis: The axis of a device mesh that the group is on; empty if none.
         kind: Type and shape of its tensor, such as `f32[3,4]`.
         since_s: Seconds since it was entered.
-        over: Whether it has ended.
+        completed: Whether it has ended.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Call:
     axis: str = ""
     kind: str = ""
     since_s: float = 0.0
-    over: bool = False
+    completed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class StackSummary:
 
     Args:
         script: The frames of the script, innermost first.
-        waits_in: The function of torch.distributed that the script called; empty if it is in none.
+        torch_call: The function of torch.distributed that the script called; empty if it is in none.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
@@ -67,7 +67,7 @@ class StackSummary:
     """
 
     script: tuple[Frame, ...] = ()
-    waits_in: str = ""
+    torch_call: str = ""
     gradients: bool = False
     loader: bool = False
     lock: bool = False
@@ -77,6 +77,12 @@ class StackSummary:
     def line(self) -> str:
         """`file:line` of the innermost frame of the script; empty if there is none."""
         return "{}:{}".format(*self.script[0][:2]) if self.script else ""
+
+    @property
+    def function_at_line(self) -> str:
+        """`function() at file:line` of that frame; `file:line` outside of a function with a name."""
+        function = self.script[0][2] if self.script else ""
+        return f"{function}() at {self.line}" if function.isidentifier() else self.line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +94,17 @@ class RankState:
         returncode: None while it runs.
         busy: Whether it uses the CPU, reads or writes, or is at another place each time.
         idle_s: Seconds since it last entered or left a collective.
-        held: Whether native code holds the GIL, so that the rank cannot answer.
+        holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
         entering: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
         step: Its training step; 0 if unknown.
         stage: Its stage of a pipeline; None without one.
         call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
-        calls: Collectives, oldest first: the latest, and all that are not over.
+        calls: Collectives, oldest first: the latest, and all that are not completed.
         entered: By group, the number of the latest collective, where `calls` does not have all.
         workers: A few words for each child process that may be a loader worker.
-        kernel: The kernel's function that it waits in.
+        kernel_function: The kernel's function that it waits in.
     """
 
     rank: int
@@ -108,7 +114,7 @@ class RankState:
     returncode: int | None = None
     busy: bool = False
     idle_s: float = 0.0
-    held: bool = False
+    holds_gil: bool = False
     entering: bool = False
     answered: bool = True
     step: int = 0
@@ -119,7 +125,7 @@ class RankState:
     calls: tuple[Call, ...] = ()
     entered: Mapping[str, int] = field(default_factory=dict)
     workers: tuple[str, ...] = ()
-    kernel: str = ""
+    kernel_function: str = ""
 
     def number(self, group: str) -> int:
         """The number of the latest collective of the group that it entered; 0 if none."""
@@ -128,8 +134,8 @@ class RankState:
 
     @property
     def waiting(self) -> Call | None:
-        """The oldest collective that is not over."""
-        return next((call for call in self.calls if not call.over), None)
+        """The oldest collective that is not completed."""
+        return next((call for call in self.calls if not call.completed), None)
 
 
 def read_calls(
@@ -154,7 +160,7 @@ def read_calls(
             axis=(axes or {}).get(entry["process_group"][0], ""),
             kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
-            over=bool(entry["retired"]) or entry.get("state") == "completed",
+            completed=bool(entry["retired"]) or entry.get("state") == "completed",
         )
         for entry in entries
         if not entry.get("is_p2p")
@@ -196,7 +202,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     )
     return StackSummary(
         script=script,
-        waits_in=waits.strip("_"),
+        torch_call=waits.strip("_"),
         gradients=any("torch/autograd/" in file for file in inner),
         loader=any(file.endswith(_LOADERS) for file in inner),
         lock=any(file.endswith(_LOCKS) for file in inner),

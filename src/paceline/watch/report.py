@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LINES = 10  # of a report, at most
 
@@ -16,3 +19,11 @@ def render(word: str, lines: Sequence[str], why: str, fix: str) -> str:
     text += [f"why:  {why}"] if why else []
     text += [f"fix:  {fix}"] if fix else []
     return "\n".join(text) + "\n"
+
+
+def group_by_text(things: Iterable[T], text_of: Callable[[T], str]) -> dict[str, list[T]]:
+    """The things that have the same text, such as ranks that wait at the same line."""
+    groups: dict[str, list[T]] = {}
+    for thing in things:
+        groups.setdefault(text_of(thing), []).append(thing)
+    return groups

@@ -29,6 +29,7 @@ PHASES = {
     "forward": ("torch/nn/",),
 }
 NO_PHASE = "the script"
+GARBAGE = "garbage collection"
 WAITING = "waiting"  # for other ranks
 _WAITS = (
     *("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"),
@@ -63,7 +64,7 @@ def profile(thread: int, seconds: float) -> list[tuple[str, str, float]]:
             over_s += now - began if began else 0.0
             garbage_s = over_s - counted_s
             if garbage_s:
-                spent.append(("garbage collection", place, garbage_s))
+                spent.append((GARBAGE, place, garbage_s))
             spent.append((*_phase_of(sys._current_frames().get(thread)), now - last - garbage_s))
             last, counted_s = now, over_s
     finally:

@@ -25,13 +25,14 @@ from paceline.clock.finding import CURES
 from paceline.errors import name_ranks
 from paceline.watch.processes import HostSample
 from paceline.watch.report import render
+from paceline.watch.sampling import WAITING
 
 # A rank that is slow in every tenth step only is found by comparing blocks of ten steps.
 _STEPS_PER_BLOCK = (1, 10)
 _WINDOW = (20, 64)  # blocks that are judged: at least and at most
 _PROFILED = (5, 8)  # blocks in a profile: at least and as asked for
 _LEAST_DELAY = 0.1  # share of the time without a core, above which the host counts as too small
-_ALIKE = 0.7  # share of the collectives that repeat with the period
+_REPEATING = 0.7  # share of the collectives that repeat with the period
 _PATTERN = 512  # collectives in which the period is searched
 _SMALL = 0.01  # of the largest tensor: barriers and logged numbers are not part of the pattern
 
@@ -163,12 +164,12 @@ def read_steps(arrivals: Arrivals, group: str) -> list[Block]:
 def _period(sizes: Sequence[int]) -> int:
     """After how many collectives their sizes repeat; 0 if they do not."""
     sizes = sizes[-_PATTERN:]
-    best, period = _ALIKE, 0
+    best, period = _REPEATING, 0
     for length in range(1, len(sizes) // 3 + 1):
-        alike = sum(map(operator.eq, sizes, sizes[length:])) / (len(sizes) - length)
+        repeating = sum(map(operator.eq, sizes, sizes[length:])) / (len(sizes) - length)
         # A multiple of the period fits as well, so a longer one has to explain more.
-        if alike > best + 0.02 * (period > 0):
-            best, period = alike, length
+        if repeating > best + 0.02 * (period > 0):
+            best, period = repeating, length
         if best > 0.98:
             break
     return period
@@ -234,11 +235,11 @@ def find_straggler(
         )
 
     step_s = statistics.median(block.step_s for block in blocks)
-    waiting_s = median_s([rank], "waiting")
-    seen_s = max(median_s(others, "waiting") - waiting_s, 0.0)
+    waiting_s = median_s([rank], WAITING)
+    seen_s = max(median_s(others, WAITING) - waiting_s, 0.0)
     wait_s = max(stragglers.waited_for_s([block.wait_s for block in suspect.blocks], rank), seen_s)
     phases_s = {}
-    for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}:
+    for phase in {name for own in spent.values() for name, _ in own} - {WAITING}:
         # DDP waits inside a backward, where no stack shows it.
         hidden_s = wait_s - seen_s if phase == "backward" else 0.0
         phases_s[phase] = median_s([rank], phase), max(median_s(others, phase) - hidden_s, 0.0)

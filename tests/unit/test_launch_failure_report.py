@@ -10,7 +10,7 @@ import pytest
 
 from paceline.job import rendezvous
 from paceline.job.environment import read
-from paceline.launch import bundle
+from paceline.launch import failure_report
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "0",
@@ -26,7 +26,7 @@ def test_only_old_reports_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
         private = tmp_path / f"paceline-{os.getuid()}"
         before = {path: path.read_text() for path in (private / "rendezvous").iterdir()}
         assert "4711" in before.values()
-        written = [Path(bundle.write([], [], "a rank failed", None)) for _ in range(13)]
+        written = [Path(failure_report.write([], [], "a rank failed", None)) for _ in range(13)]
         assert {path: path.read_text() for path in (private / "rendezvous").iterdir()} == before
     assert {path.name for path in private.iterdir()} == {"reports", "rendezvous"}
     kept = [path for path in written if path.exists()]

@@ -1,4 +1,4 @@
-"""Writes the report of a failed job, a folder: verdict, last output, stacks, collectives, versions.
+"""Writes the report of a failed job, a folder: the message, last output, stacks, collectives, versions.
 
 It includes environment variables that are settings of the job by their name, except possible secrets.
 """
@@ -30,7 +30,7 @@ _PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transform
 
 
 def write(
-    ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], verdict: str, log_dir: str | None
+    ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], text: str, log_dir: str | None
 ) -> str:
     """Write the report in `log_dir`, or else in the temporary folder; returns its path.
 
@@ -38,14 +38,15 @@ def write(
         OSError: it cannot be written.
     """
     folder = Path(_folder(log_dir))
-    (folder / "verdict.txt").write_text(verdict, errors="backslashreplace")
+    (folder / "verdict.txt").write_text(text, errors="backslashreplace")
     for rank, outcome in zip(ranks, outcomes, strict=True):
         if outcome.error is not None:
             error = folder / f"rank{rank.rank}-error.txt"
             error.write_text(outcome.error.traceback, errors="backslashreplace")
         if tail := b"".join(stream.tail for stream in rank.streams):
             (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
-        state = {"stacks and collectives": rank.answer, "last seen": rank.probed()}
+        answer = rank.answers.get("state", {})
+        state = {"stacks and collectives": answer, "last seen": rank.probed()}
         _dump(folder / f"rank{rank.rank}-state.json", state)
     _dump(folder / "environment.json", settings(os.environ))
     _dump(folder / "versions.json", _versions())
