@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
         # The store of the last round closes its port when the last reference to it is gone.
         torch_private.set_attribute(f"{_TORCH}._store", self, None)
         worker_group.store = None
-        if self._local_ranks.has_begun and not self._local_ranks.ranks:
+        if not self._local_ranks.ranks:
             self._local_ranks.start_again()  # they import torch while the nodes meet
         rendezvous: Any = torch_private.find(f"{_TORCH}._rendezvous")
         with self._signals.interruptible():
@@ -185,8 +185,6 @@ class Agent(LocalElasticAgent):
                 self._wait_for_nodes(_EXIT_BARRIER_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if not self._local_ranks.ranks:
-            self._local_ranks.start_again()
         self._memory = read_memory()
         environments = {
             worker.local_rank: self._environment(worker_group, worker)

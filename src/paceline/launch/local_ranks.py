@@ -339,14 +339,7 @@ class Rank:
 
 
 class Question:
-    """A request to the probes of ranks (watch/probe.py), and their answers, which come in the pump's thread.
-
-    Args:
-        do: One of `Probe.REQUESTS`.
-        now: Monotonic, in seconds.
-        within_s: How long the answers are awaited.
-        more: The arguments of the request.
-    """
+    """A request to the probes of ranks, and their answers; `do` is one of `Probe.REQUESTS`."""
 
     _ids = itertools.count()
 

@@ -50,7 +50,8 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
     # If the cause is a rank that ended with 0, print the error of the first rank that missed it.
     shown = first.first_follower or original
     if shown.error is not None and not shown.error.shown and not shown.elsewhere:
-        lines += _prefixed(shown.error.traceback, shown.rank, info.world_size)
+        prefix = f"[{shown.rank}] " if info.world_size > 1 else ""
+        lines += [prefix + line for line in shown.error.traceback.rstrip("\n").splitlines()]
     ranks = name_ranks(first.ranks)
     known = _known_cause(shown)
     failure = LaunchFailed(
@@ -105,11 +106,6 @@ def render_restart(first: FirstFailure, info: JobInfo) -> str:
         f"{f' at {original.place}' if original.place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
-
-
-def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
-    prefix = f"[{rank}] " if world_size > 1 else ""
-    return [prefix + line for line in text.rstrip("\n").splitlines()]
 
 
 def _where(outcome: RankOutcome, *, several: bool) -> str:

@@ -18,10 +18,8 @@ import faulthandler
 import functools
 import gc
 import importlib.machinery
-import importlib.util
 import io
 import json
-import multiprocessing
 import os
 import queue
 import runpy
@@ -34,8 +32,6 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from multiprocessing.context import ForkProcess
-from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
@@ -67,17 +63,6 @@ _load("watch", "flight_recorder")
 _load("watch", "sampling")
 _probe = _load("watch", "probe")
 _variables = _load("launch", "variables")
-
-# Read when torch is imported, which is before the script begins.
-_READ_AT_IMPORT = frozenset(
-    {"PYTORCH_JIT", "TORCH_SHOW_CPP_STACKTRACES"}
-    | {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
-    | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
-)
-
-
-# Read at the first use of a GPU, but for the choice of the allocator.
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Control:
@@ -176,8 +161,7 @@ def main() -> NoReturn:
     if "command" in script:
         _exec(script["command"])
     if "torch" in sys.modules:
-        _variables.watch(functools.partial(_apply_variable, control))
-        _watch_spawned_processes()
+        _variables.watch_rank(control.send)
     _watch_printed_errors()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
@@ -451,52 +435,6 @@ def _drop_script() -> None:
                 if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
                     holder[name] = None
     gc.collect()
-
-
-def _is_importable() -> bool:
-    """Whether processes that the script spawns import this paceline, not a file of the script's folder."""
-    with contextlib.suppress(ImportError, ValueError):
-        found = importlib.util.find_spec("paceline")
-        package = os.path.dirname(os.path.dirname(__file__))
-        return found is not None and found.origin == os.path.join(package, "__init__.py")
-    return False
-
-
-def _watch_spawned_processes() -> None:
-    """Watch for a port that spawned processes set. Forked ones inherit what watches this process."""
-    start = BaseProcess.start
-
-    @functools.wraps(start)
-    def start_watched(process: Any) -> None:
-        is_default = isinstance(process, multiprocessing.Process)
-        method = multiprocessing.get_start_method() if is_default else ""
-        if method != "fork" and not isinstance(process, ForkProcess) and _is_importable():
-            process.run = functools.partial(_variables.run_spawned, process.run)
-        start(process)
-
-    kind: Any = BaseProcess
-    kind.start = start_watched
-
-
-def _apply_variable(control: Control, name: str, value: str) -> None:
-    """Apply a variable that a script sets before its own `import torch`: torch is imported already."""
-    if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > 0:
-        os.environ.pop("PACELINE_THREADS", None)
-        sys.modules["torch"].set_num_threads(int(value))
-    elif name == "TORCH_DISTRIBUTED_DEBUG":
-        sys.modules["torch.distributed"].set_debug_level_from_env()
-    elif os.environ.get(name) == value:
-        return  # it was set before torch was imported
-    elif name == "MASTER_PORT":
-        _variables.meet_at_port(name, value)
-    elif name.startswith("TORCH") and "torch._dynamo" not in sys.modules:
-        control.send({"event": "variable"})
-    if name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
-        print(
-            f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
-            "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
-            file=sys.stderr,
-        )
 
 
 if __name__ == "__main__":
