@@ -586,8 +586,8 @@ class LocalRanks:
 
         `ranks` is empty afterwards.
         """
+        self._clean_up(self.ranks)
         ranks, self.ranks = self.ranks, []
-        self._clean_up(ranks)
         return ranks
 
     def _clean_up(self, ranks: Sequence[Rank]) -> None:
@@ -605,8 +605,8 @@ class LocalRanks:
 
     def discard(self) -> None:
         """Kill the ranks, and clean up."""
-        ranks, self.ranks = self.ranks, []
-        self._discard(ranks)
+        self._discard(self.ranks)
+        self.ranks = []
 
     def _discard(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
@@ -623,7 +623,7 @@ class LocalRanks:
         self.pump.stop(timeout_s=_KILLED_S)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.kill()  # no rank is left, and it may be stopped
+        self._guard.send_signal(signal.SIGCONT)  # in case it was stopped
         self._guard.wait()
 
     def _tell_guard(self, line: str) -> None:
@@ -652,7 +652,7 @@ class LocalRanks:
         self, ranks: Sequence[Rank], timeout_s: float, hurry: Callable[[], bool] = lambda: False
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(rank.poll() is None for rank in ranks):
+        while None in [rank.poll() for rank in ranks]:
             if time.monotonic() > deadline or hurry():
                 return
             self._changed.wait(min(0.1, timeout_s))
