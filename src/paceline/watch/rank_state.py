@@ -80,9 +80,11 @@ class StackSummary:
 
     @property
     def function_at_line(self) -> str:
-        """`function() at file:line` of that frame; `file:line` outside of a function with a name."""
-        function = self.script[0][2] if self.script else ""
-        return f"{function}() at {self.line}" if function.isidentifier() else self.line
+        """`function() at file:line` of that frame; `at file:line` outside of functions."""
+        if not self.script:
+            return ""
+        function = self.script[0][2]
+        return f"at {self.line}" if function == "<module>" else f"{function}() at {self.line}"
 
 
 @dataclass(frozen=True, kw_only=True)
