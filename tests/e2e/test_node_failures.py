@@ -103,7 +103,7 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     end = finish(host)
     assert end.code == 1, end
     lost = f"paceline: lost {os.uname().nodename} 127.0.0.1: no sign of life"
-    assert f"{lost}; the ranks of this node had ended" in end.err
+    assert f"{lost}; the ranks of this node had already ended" in end.err
 
 
 LEAVES = "if rank == 1: sys.exit(0)" + WAIT
