@@ -709,7 +709,7 @@ def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
             report._clock_file._advised = ("", "")
             report.advise()
             assert caplog.text.count("advice: rank 1 takes 2.00x") == 1
-            probe.answer({"do": "named", "id": 1, "ranks": [1]}, lambda _: None)
+            probe.answer({"do": "slow_ranks", "id": 1, "ranks": [1]}, lambda _: None)
     assert current_step.slow_ranks == {1}
 
 

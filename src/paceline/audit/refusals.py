@@ -181,6 +181,10 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     else:
         known = recognise(what)
         why, fix = (known.cause.why, known.cause.fix) if known else ("", "")
+        if error == "AssertionError" and log.steps:
+            why = "verification sets a seed before each forward, and ends passes over the data early, which "
+            why += "may be the reason."
+            fix = "if the script passes under torchrun, take the assertion out, or watch fewer --steps."
         what = f"the script failed in {run.name}: {what}"
     return _refused(run, what, where=where, why=why, fix=fix)
 
