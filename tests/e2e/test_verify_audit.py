@@ -176,6 +176,7 @@ def test_every_fault_has_its_script_and_twin() -> None:
 
 
 SENTENCES = {
+    "asserts_its_seed": "AssertionError: the seed was changed",
     "becomes_another_program": "never took an optimizer step",
     "exits_with_words": "needs at least 2 processes",
     "exits_without_training": "never took an optimizer step",
@@ -198,6 +199,7 @@ SENTENCES = {
 
 
 WHYS = {
+    "asserts_its_seed": "verification sets a seed before each forward",
     "becomes_another_program": "another program took its place",
     "exits_without_training": "it called sys.exit() at",
     "trains_in_spawned_process": "it started a process there, and verify cannot watch what that does",
