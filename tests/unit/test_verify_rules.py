@@ -66,6 +66,7 @@ from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
+from paceline.audit.rules.weights import changed_outside
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.report import notes_on
@@ -816,6 +817,23 @@ def test_a_stream_of_a_library_with_one_order_is_a_note(of_library: bool) -> Non
 
 def _given(*ids: int) -> BatchGiven:
     return BatchGiven(loader="val", ids=list(ids))
+
+
+@pytest.mark.parametrize(("parts", "found"), [(2, FaultFound), (1, NotJudged)])
+def test_ranks_with_a_sampler_for_all_of_them_train_one_model(parts: int, found: type) -> None:
+    def trains(rank: int) -> list[Event]:
+        loader = LoaderSeen(loader="val", sharding={"num_replicas": parts})
+        forward = ForwardEnded(at="t.py:9", trains=True, params={"w": rank})
+        return [
+            loader,
+            PassBegun(loader="val"),
+            _given(rank),
+            ForwardBegun(),
+            forward,
+            BackwardBegun(),
+        ]
+
+    assert isinstance(changed_outside(case(trains(0), trains(1))), found)
 
 
 def _used(*rows: int, model: int = 0) -> ForwardEnded:

@@ -61,6 +61,13 @@ class Case:
         return self.ranks[0].trains_together
 
     @property
+    def divides_samples(self) -> bool:
+        """Whether a sampler gives each rank its own part of the training data."""
+        log = self.ranks[0]
+        loaders = [log.loaders[name] for name in log.training_loaders]
+        return any(each.sharding.get("num_replicas", 1) == self.world_size for each in loaders)
+
+    @property
     def splits_model(self) -> bool:
         """Whether the ranks may hold parts of one model, so that equal samples are right."""
         log = self.ranks[0]

@@ -50,18 +50,24 @@ def changed_outside(case: Case) -> Judgement:
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
     forwards = _forwards_with(case.ranks[0], name)
     if last is None and all(e.sync is None and not e.bypasses_ddp for e in forwards):
+        what, fix = (
+            "the ranks start with different weights",
+            "broadcast the weights from rank 0, or wrap",
+        )
         if not case.trains_together:
-            return NotJudged(
-                "the ranks start with different weights and exchange no gradients: each may train a model of "
-                "its own, or the reduction was forgotten.",
-                is_open=True,
-            )
+            what += " and exchange no gradients"
+            if not case.divides_samples:
+                return NotJudged(
+                    f"{what}: each may train a model of its own, or the reduction was forgotten.",
+                    is_open=True,
+                )
+            fix = "wrap"
         return _fault(
             mismatch,
-            what="the ranks start with different weights.",
+            what=f"{what}.",
             at=forwards[0].at,
             why=f"{name} differs before its first step, and the script does not make it equal.",
-            fix="broadcast the weights from rank 0, or wrap the model in DDP, which does.",
+            fix=f"{fix} the model in DDP, which makes the weights equal.",
             evidence=f"the digests of the weights before step {mismatch.step}",
         )
     since = last[0] if last else 0
