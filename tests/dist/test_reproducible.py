@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import CheckpointError
+from paceline.parallel.exact import ExactSum
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -166,6 +167,38 @@ def test_a_step_that_outgrows_what_was_foreseen_is_done_again() -> None:
     # step's gradients are 2^20 times larger.
     with paceline.join() as job:
         assert _redone(job) == [4, 2, 4, 2, 2]
+
+
+def _sum_of_small_gradients(job: Any) -> list[list[float]]:
+    sums = []
+    for dtype, values in SMALL.items():
+        p = nn.Parameter(torch.zeros(2, dtype=dtype))
+        total = ExactSum(job, [p], most_micro_batches=job.world_size)
+        while True:
+            total.begin()
+            p.grad = torch.tensor(values, dtype=dtype)
+            total.add()
+            if total.all_fitted():
+                break
+        total.finish()
+        assert p.grad is not None
+        sums.append((p.grad.double() / job.world_size).tolist())
+    return sums
+
+
+# Values that overflow in their own type if they are scaled to integers.
+SMALL = {
+    torch.float32: [3e-25, 1e-24],
+    torch.float16: [0.5, 0.25],
+    torch.bfloat16: [0.5, 0.25],
+}
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_gradients_of_every_type_and_size_are_summed(nproc: int) -> None:
+    for sums in run_ranks(_sum_of_small_gradients, nproc=nproc):
+        for got, want in zip(sums, SMALL.values(), strict=True):
+            assert got == pytest.approx(want, rel=1e-3)
 
 
 def _close_to_normal(job: Any, reproducible: bool) -> list[float]:

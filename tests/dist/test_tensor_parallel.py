@@ -200,6 +200,14 @@ class Odd(nn.Module):
         self.fc1, self.fc2 = nn.Linear(4, 7), nn.Linear(7, 4)
 
 
+class Halves(nn.Module):
+    """A GLU between its layers needs all features of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 16), nn.Linear(8, 4)
+
+
 WRONG = {
     "compiled": "layer.compile() before paceline.tensor_parallel",
     "names": "'layers.*.attention.w_q' matches no submodule of GPT",
@@ -209,6 +217,8 @@ WRONG = {
     "features": "fc1 has 7 output features, which do not divide by tp=2",
     "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
     "unknown": "no plan for tensor parallel is known for Linear",
+    "halves": "no plan for tensor parallel is known for Halves",
+    "norms": "layers.0.attention.q_norm normalises the heads of an attention module that is split",
     "twice": "wrapped by paceline.tensor_parallel already.\n  why:   a model is wrapped once; only "
     "paceline.fsdp may follow paceline.tensor_parallel.",
     "loss": "loss_parallel has no effect",
@@ -257,6 +267,10 @@ def _refused(job: Any, kind: str) -> None:
         net.layers[0].attention.n_heads = 3
     if kind == "unknown":
         net = nn.Linear(2, 2)
+    if kind == "halves":
+        net = Halves()
+    if kind == "norms":
+        net.layers[0].attention.q_norm = nn.RMSNorm(4)
     if kind == "sequence":
         net, options["sequence"] = net.layers[0].feed_forward, True
     options |= {"loss_parallel": True} if kind == "loss" else {}

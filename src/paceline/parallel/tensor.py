@@ -70,6 +70,7 @@ _PAIRS = (
 )
 _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads")
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
 _enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -125,6 +126,7 @@ def tensor_parallel(
         )
     if size == 1:
         return module
+    _refuse_norms_of_heads(module, styles)
     agree_on_parameters(job, module, f"{styles=}, {sequence=}, {loss_parallel=}")
     mesh: DeviceMesh = job.device_mesh["tp"]
     broadcast_state(job, module, mesh.get_group())
@@ -160,7 +162,11 @@ def _known_plan(module: nn.Module) -> Plan:
         for inputs, outputs in _PAIRS:
             first = [name for name in inputs if name in linears]
             last = [name for name in outputs if name in linears]
-            if first and len(last) == 1 and len(linears) == len(first) + 1:
+            if not (first and len(last) == 1 and len(linears) == len(first) + 1):
+                continue
+            # Otherwise something between them, such as a GLU, halves the features: it needs all of them.
+            is_pair = linears[first[0]].out_features == linears[last[0]].in_features
+            if len(first) > 1 or is_pair:
                 plan |= {f"{prefix}{name}": COLWISE for name in first}
                 plan[f"{prefix}{last[0]}"] = ROWWISE
     if not plan:
@@ -215,6 +221,19 @@ def _refuse_uneven(module: nn.Module, styles: Mapping[str, str | ParallelStyle],
                 why="each rank computes whole heads.",
                 fix=f"choose a tp that divides {heads}.",
             )
+
+
+def _refuse_norms_of_heads(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> None:
+    for path in sorted({n.rpartition(".")[0] for n, style in styles.items() if style == COLWISE}):
+        for child, layer in module.get_submodule(path).named_children():
+            name = f"{path}.{child}" if path else child
+            is_trained = any(p.requires_grad for p in layer.parameters())
+            if child in _HEAD_NORMS and is_trained and name not in styles:
+                raise ConfigError(
+                    f"{name} normalises the heads of an attention module that is split.",
+                    why="each rank would get the gradient of its own heads only, and the copies would differ.",
+                    fix="give a `plan` without the layers of this module, or freeze the norm.",
+                )
 
 
 def _heads(
