@@ -312,7 +312,7 @@ class ExactSum:
         for at in range(0, len(gradient), _CHUNK):
             part = gradient[at : at + _CHUNK]
             floats = self._floats[: len(part)]
-            # Not torch.mul(out=floats): it computes in the type of the gradient, where the product may overflow.
+            # Not torch.mul(out=floats): it computes in the type of the gradient, which may overflow.
             floats.copy_(part).mul_(scale)
             into = self._sums[offset + at : offset + at + len(part)]
             # A copy truncates towards zero, on every processor.

@@ -231,7 +231,7 @@ def _refuse_norms_of_heads(module: nn.Module, styles: Mapping[str, str | Paralle
             if child in _HEAD_NORMS and is_trained and name not in styles:
                 raise ConfigError(
                     f"{name} normalises the heads of an attention module that is split.",
-                    why="each rank would get the gradient of its own heads only, and the copies would differ.",
+                    why="each rank would get the gradient of its own heads only.",
                     fix="give a `plan` without the layers of this module, or freeze the norm.",
                 )
 
