@@ -718,6 +718,13 @@ def test_equal_noise_in_one_forward_may_be_a_constant(count: int, found: type) -
         assert "draws no noise" in judged.evidence
 
 
+def test_the_step_with_a_shared_batch_has_equal_noise_by_design() -> None:
+    ranks = [_noisy(rank, 3) for rank in range(2)]
+    for events in ranks:
+        events[:3] = [replace(event, shared=True) for event in events[:3]]
+    assert isinstance(same_noise(case(*ranks)), NoFault)
+
+
 def test_masks_of_one_of_two_generators_are_equal() -> None:
     ranks = [_noisy(rank, 0) for rank in range(2)]
     for rank, events in enumerate(ranks):
