@@ -65,6 +65,7 @@ test-slow: $(STAMP)
 
 test-all: test test-ci test-slow
 
+bench bench-all: export BENCHMARK_RESULTS = benchmarks/results
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/allreduce.py

@@ -1,4 +1,8 @@
-"""Print the rows of a benchmark, and save them as JSON and Markdown with a description of the machine."""
+"""Print the rows of a benchmark, and save them as JSON and Markdown with a description of the machine.
+
+They are saved only in the folder that `BENCHMARK_RESULTS` names, so that a short trial changes no file.
+`make bench` names `benchmarks/results`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ FOLDER = Path(__file__).with_name("results")
 def publish(
     name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool = False, **about: Any
 ) -> None:
-    """Print the rows, and write `results/NAME.json` and `results/NAME.md`.
+    """Print the rows, and write `NAME.json` and `NAME.md` to the folder `BENCHMARK_RESULTS`, if it is set.
 
     Args:
         rows: One dictionary per row. Only the Markdown rounds numbers. A list of two numbers is a range.
@@ -42,10 +46,13 @@ def publish(
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     lines += [f"| {' | '.join(_cell(row.get(key, '')) for key in names)} |" for row in rows]
     print("\n".join(lines), flush=True)
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    if not (named := os.environ.get("BENCHMARK_RESULTS")):
+        return
+    folder = Path(named)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = [f"# {name}", "", "; ".join(f"{key} {_cell(value)}" for key, value in facts.items()), ""]
-    (FOLDER / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
+    (folder / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
 
 
 def _cell(value: Any) -> str:

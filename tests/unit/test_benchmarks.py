@@ -98,3 +98,18 @@ def test_the_verdict_of_a_claim(
     assert row["verdict"] == verdict
     assert row["measured"] == f"{values[0]:.3g} to {values[1]:.3g}x"
     assert row["date"] == "2026-11-24, M"
+
+
+def test_rows_are_saved_only_in_the_folder_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = importlib.import_module("tables")
+    before = {path: path.read_bytes() for path in (ROOT / "benchmarks/results").iterdir()}
+    monkeypatch.delenv("BENCHMARK_RESULTS", raising=False)
+    tables.publish("overhead", [{"time_us": 1.0}])
+    assert {path: path.read_bytes() for path in (ROOT / "benchmarks/results").iterdir()} == before
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / "new"))
+    tables.publish("overhead", [{"time_us": 1.0}])
+    assert json.loads((tmp_path / "new/overhead.json").read_text())["rows"] == [{"time_us": 1.0}]
+    assert (tmp_path / "new/overhead.md").exists()
