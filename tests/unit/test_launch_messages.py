@@ -60,3 +60,21 @@ def test_an_error_of_the_script_is_not_explained_by_a_killed_process(after: Memo
     assert verdict is not None
     info = JobInfo(world_size=1, restarts=0, max_restarts=0, memory=(BEFORE, after))
     assert "why:" not in render_failure(verdict, info)
+
+
+def test_the_error_of_this_host_is_printed_beside_an_earlier_one_of_another_host() -> None:
+    """The clocks of two hosts are not compared, so either may be the first."""
+    there, here = (
+        RankOutcome(rank=rank, host=host, pid=8, time=time, returncode=1, error=error)
+        for rank, host, time, error in (
+            (0, "a", 1.0, dataclasses.replace(MISTAKE, message="bad label")),
+            (1, "b", 2.0, dataclasses.replace(MISTAKE, traceback="Traceback of rank 1\n")),
+        )
+    )
+    first = find_first_failure([dataclasses.replace(there, elsewhere=True), here])
+    assert first is not None
+    text = render_failure(first, JobInfo(world_size=2, restarts=0, max_restarts=0))
+    assert text.startswith(
+        "[1] Traceback of rank 1\npaceline: rank 0 of 2 failed: ValueError: bad label"
+    )
+    assert "rank 1 failed too, perhaps earlier" in text

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from paceline.job.preemption import SAME_SIGNAL_S
 from paceline.launch.signals import ReceivedSignals
@@ -25,3 +26,14 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
     now += 0.1
     signals._note(signal.SIGHUP, None)
     assert signals.hurry
+
+
+def test_a_signal_for_ranks_that_have_ended_does_not_end_the_launcher() -> None:
+    signals = ReceivedSignals(stuck=lambda _: None, wake=lambda: None)
+    signals._note_for_ranks(signal.SIGUSR1, None)  # while the last rank ends
+    with signals.interruptible(ranks_ended=True):
+        signals._note_for_ranks(signal.SIGUSR2, None)
+    signals.check()
+    assert signals.take_for_ranks() == []
+    with pytest.raises(SignalException), signals.interruptible():  # before the scripts begin
+        signals._note_for_ranks(signal.SIGUSR1, None)

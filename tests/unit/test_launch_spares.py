@@ -50,3 +50,18 @@ def test_a_guard_that_is_stopped_does_not_keep_the_launcher() -> None:
     os.kill(local_ranks._guard.pid, signal.SIGSTOP)
     local_ranks.close()
     assert local_ranks._guard.returncode is not None
+
+
+@pytest.mark.parametrize(("returncode", "killed"), [(None, True), (0, False)])
+def test_a_stopped_rank_is_killed_only_if_another_rank_runs(
+    monkeypatch: pytest.MonkeyPatch, returncode: int | None, killed: bool
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("paceline.launch.local_ranks.time.monotonic", lambda: now)
+    stopped = Mock(returncode=None, frozen_at=now, **{"watch_freeze.return_value": True})
+    other = Mock(returncode=returncode, **{"watch_freeze.return_value": False})
+    local_ranks: Any = object.__new__(LocalRanks)
+    local_ranks.ranks = [stopped, other]
+    now += 1.0
+    local_ranks.kill_frozen()
+    assert stopped.send_signal.called is killed

@@ -34,7 +34,7 @@ class Rank:
 def _watch() -> tuple[StepProfile, list[Any]]:
     ranks = [Rank(0), Rank(1)]
     watch = StepProfile()
-    watch.look(0.0, ranks)  # type: ignore[arg-type]
+    watch.check(0.0, ranks)  # type: ignore[arg-type]
     return watch, ranks
 
 
@@ -42,7 +42,7 @@ def test_an_answer_with_an_error_has_no_samples() -> None:
     watch, ranks = _watch()
     ranks[0].answer(TRAINS)
     ranks[1].answers[REQUEST] = {"id": ranks[1].asked[-1], "error": "ValueError('x')"}
-    watch.look(1.0, ranks)
+    watch.check(1.0, ranks)
     assert "rank 0  most of it at" in watch.report("/me")
 
 
@@ -50,10 +50,10 @@ def test_answers_are_added_up() -> None:
     watch, ranks = _watch()
     for second in (1.0, 2.0):
         ranks[0].answer(TRAINS)
-        watch.look(second, ranks)
+        watch.check(second, ranks)
         assert len(ranks[0].asked) == second  # rank 1 has not answered yet
         ranks[1].answer([("forward", "/me/train.py:9 in step", 1.0)])
-        watch.look(second, ranks)
+        watch.check(second, ranks)
     assert watch.report("/me").splitlines() == [
         "the time of the steps, from samples of the stacks during 2 s:",
         "                       rank 0   rank 1  most of it at",
@@ -70,7 +70,7 @@ def test_time_without_training_does_not_count() -> None:
     watch, ranks = _watch()
     for rank in ranks:
         rank.answer([("the script", "/me/train.py:1 in <module>", 1.0)])
-    watch.look(1.0, ranks)
+    watch.check(1.0, ranks)
     assert watch.report("/me") == (
         "--profile-steps saw no training: no backward and no step of an optimizer ran for a second."
     )
@@ -81,7 +81,7 @@ def test_the_time_before_the_first_backward_does_not_count() -> None:
     for _ in range(2):
         ranks[0].answer([("the script", "", 0.7), ("backward", "", 0.1), ("the script", "", 0.2)])
         ranks[1].answer([("forward", "", 0.5), ("data", "", 0.5)])
-        watch.look(1.0, ranks)
+        watch.check(1.0, ranks)
     rows = watch.report("/me").splitlines()[2:6]
     assert [row.split()[-4:] for row in rows] == [
         ["0", "%", "50", "%"],
@@ -94,9 +94,9 @@ def test_the_time_before_the_first_backward_does_not_count() -> None:
 def test_a_rank_that_does_not_answer_is_left_out() -> None:
     watch, ranks = _watch()
     ranks[0].answer(TRAINS)
-    watch.look(2.9, ranks)
+    watch.check(2.9, ranks)
     assert len(ranks[0].asked) == 1
-    watch.look(3.1, ranks)
+    watch.check(3.1, ranks)
     assert len(ranks[0].asked) == 2
     assert "rank 0  most" in watch.report("/me")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 
 from paceline.launch.hang_watch import Activity, HangWatch
 from paceline.watch import flight_recorder, probe
-from paceline.watch.hang import Hang, find_hang
+from paceline.watch.hang import Diagnosis, diagnose
 from paceline.watch.processes import Process, is_ending, read_process
 from paceline.watch.rank_state import (
     Call,
@@ -45,8 +46,8 @@ def rank(number: int, *calls: Call, **more: Any) -> RankState:
     return RankState(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
 
 
-def verdict(*states: RankState, world: int = 4) -> Hang:
-    found = find_hang(states, world, 10.0)
+def verdict(*states: RankState, world: int = 4) -> Diagnosis:
+    found = diagnose(states, world, 10.0)
     assert found is not None
     assert len(found.text.splitlines()) <= 10
     return found
@@ -76,7 +77,7 @@ def test_a_rank_that_has_not_entered_a_collective() -> None:
 
 
 def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
-    entries = [entry(process_group=("3", "mesh_dp_shard"))]
+    entries = [entry(process_group=("3", "nccl"))]
     (late,) = read_calls(entries, {"3": [0, 1]}, NOW, {"3": "dp_shard"})
     others = [
         rank(number, call(4106, group="4", members=(2, 3), completed=True)) for number in (2, 3)
@@ -190,19 +191,19 @@ def test_another_shape(name: str, differs: bool) -> None:
 def test_a_collective_that_the_last_rank_has_just_entered_is_no_hang() -> None:
     # The last rank can enter it between the launcher's question and the answers.
     late = rank(3, call(4106, completed=True), call(since_s=0.2), idle_s=0.2)
-    assert find_hang([*waiting(0, 1, 2), late], 4, 10.0) is None
+    assert diagnose([*waiting(0, 1, 2), late], 4, 10.0) is None
     unanswered = rank(3, entering=True, answered=False, idle_s=0.4)
-    assert find_hang([*waiting(0, 1, 2), unanswered], 4, 10.0) is None
+    assert diagnose([*waiting(0, 1, 2), unanswered], 4, 10.0) is None
     # The same after it has ended for the last rank.
     gone_on = rank(3, call(since_s=0.2, completed=True), idle_s=0.1)
-    assert find_hang([*waiting(0, 1, 2), gone_on], 4, 10.0) is None
+    assert diagnose([*waiting(0, 1, 2), gone_on], 4, 10.0) is None
     assert "all ranks have entered it" in verdict(*waiting(0, 1, 2, 3)).text
 
 
 def test_a_rank_that_is_briefly_in_another_group_is_no_hang() -> None:
     here = rank(0, call(1, group="1", members=(0, 1)))
     there = rank(1, call(1, group="2", members=(0, 1), since_s=0.2), idle_s=0.2)
-    assert find_hang([here, there], 2, 10.0) is None
+    assert diagnose([here, there], 2, 10.0) is None
 
 
 def test_a_job_of_one_rank_that_waits_for_other_processes() -> None:
@@ -214,8 +215,8 @@ def test_a_job_of_one_rank_that_waits_for_other_processes() -> None:
         "fix:  start them too; or leave rank, world_size and init_method out of the call, and choose the "
         "number of ranks with --nproc-per-node.",
     ]
-    assert find_hang([rank(0, where=begins, busy=True)], 1, 10.0) is None
-    assert find_hang([rank(0)], 1, 10.0) is None
+    assert diagnose([rank(0, where=begins, busy=True)], 1, 10.0) is None
+    assert diagnose([rank(0)], 1, 10.0) is None
 
 
 @pytest.mark.parametrize("busy", [False, True])  # a backend may poll while it waits
@@ -226,6 +227,45 @@ def test_two_groups_in_another_order(busy: bool) -> None:
     assert found.alarm
     assert "waited 12 s in all_reduce #1 (f32[1048576], group of ranks 0 and 1) at" in found.text
     assert "two groups were entered in different orders" in found.text
+
+
+def test_an_earlier_collective_of_the_same_group() -> None:
+    here = rank(0, call(4106, name="broadcast", completed=True), call(4107))
+    there = rank(1, call(4106, name="broadcast"))
+    text = verdict(here, there, world=2).text
+    assert "rank 1 (host b, pid 811) has not entered it: in broadcast #4106" in text
+    assert "an earlier collective of this group has ended on some ranks only." in text
+    assert "groups" not in text
+
+
+def test_each_backend_of_a_group_counts_its_own_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `cpu:gloo,cuda:nccl`, torch's default on a host with GPUs, both belong to group 0."""
+
+    def state(number: int, nccl: int, gloo: int) -> RankState:
+        dumps = {
+            flight_recorder._DUMP_NCCL: [entry(state="completed", collective_seq_id=nccl)],
+            flight_recorder._DUMP: [
+                entry(
+                    process_group=["0", "default_pg"],
+                    collective_seq_id=gloo,
+                    profiling_name="gloo:all_reduce",
+                    retired=number == 1,
+                )
+            ],
+        }
+        found = {
+            path: lambda *_, entries=entries: pickle.dumps({"entries": entries})
+            for path, entries in dumps.items()
+        }
+        monkeypatch.setattr(flight_recorder, "_loaded", found.get)
+        entries = flight_recorder.table()["entries"]
+        return rank(number, *read_calls(entries, {"0": [0, 1]}, NOW))
+
+    found = verdict(state(0, nccl=50, gloo=3), state(1, nccl=50, gloo=2), world=2)
+    assert found.culprits == (1,)
+    assert "rank 1 (host b, pid 811) has not entered it" in found.text
 
 
 def test_the_first_of_a_chain_is_named() -> None:
@@ -266,11 +306,11 @@ def test_calls_that_the_flight_recorder_does_not_know() -> None:
 
 def test_states_that_are_no_hang() -> None:
     fresh = call(since_s=0.2)
-    assert find_hang([rank(0, fresh), absent()], 2, 10.0) is None
-    assert find_hang([rank(0, idle_s=3.0), rank(1, idle_s=12.0)], 2, 10.0) is None
-    assert find_hang([rank(0, busy=True), rank(1)], 2, 10.0) is None
-    assert find_hang([rank(0)], 1, 10.0) is None  # one process may wait for whatever it likes
-    assert find_hang([rank(0, where=LOADER)], 1, 10.0) is not None
+    assert diagnose([rank(0, fresh), absent()], 2, 10.0) is None
+    assert diagnose([rank(0, idle_s=3.0), rank(1, idle_s=12.0)], 2, 10.0) is None
+    assert diagnose([rank(0, busy=True), rank(1)], 2, 10.0) is None
+    assert diagnose([rank(0)], 1, 10.0) is None  # one process may wait for whatever it likes
+    assert diagnose([rank(0, where=LOADER)], 1, 10.0) is not None
 
 
 def test_many_states_are_cut_to_ten_lines() -> None:
@@ -294,7 +334,7 @@ def entry(**more: Any) -> dict[str, Any]:
     """An entry of the flight recorder as NCCL writes it, what is not read left out."""
     return {
         "profiling_name": "nccl:all_reduce",
-        "process_group": ("0", "default_pg"),
+        "process_group": ("0", "nccl"),
         "collective_seq_id": 7,
         "is_p2p": False,
         "input_sizes": ((1024, 512),),
@@ -310,15 +350,21 @@ def test_nccl_entries() -> None:
         entry(state="completed", collective_seq_id=6, profiling_name="nccl:_all_gather_base"),
         entry(),
         entry(is_p2p=True, profiling_name="nccl:send 0->1"),
-        entry(process_group=("3", "dp"), input_sizes=((3,), (4,)), retired=True),
+        entry(process_group=("3", "nccl"), input_sizes=((3,), (4,)), retired=True),
     ]
     calls = read_calls(entries, {"0": [0, 1]}, NOW)
     assert calls == (
         call(
-            6, name="all_gather", members=(0, 1), kind="bf16[1024,512]", since_s=30, completed=True
+            6,
+            name="all_gather",
+            group="0 nccl",
+            members=(0, 1),
+            kind="bf16[1024,512]",
+            since_s=30,
+            completed=True,
         ),
-        call(7, members=(0, 1), kind="bf16[1024,512]", since_s=30),
-        call(7, group="3", members=(), kind="bf16[3] and 1 more", since_s=30, completed=True),
+        call(7, group="0 nccl", members=(0, 1), kind="bf16[1024,512]", since_s=30),
+        call(7, group="3 nccl", members=(), kind="bf16[3] and 1 more", since_s=30, completed=True),
     )
 
 
@@ -469,10 +515,10 @@ def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     watch = HangWatch(cast(Any, local_ranks), after_s=0, ends=False)
     for _ in range(8):
-        watch.look(1)
+        watch.check(1)
         now += 0.5
     now += 60.0
-    watch.look(1)
+    watch.check(1)
     assert watch._watched_s == pytest.approx(3.5 + 1.0)
     assert now - watch._activities[0].since == pytest.approx(3.5 + 1.0)
 
@@ -487,7 +533,7 @@ class Silent:
         self.returncode = None
         self.counts = (0, 0)
 
-    def probed(self) -> str:
+    def probe_text(self) -> str:
         entered, completed = self.counts
         beat = {
             "time": 0.0,
@@ -535,9 +581,9 @@ def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.Mo
     reads = []
     monkeypatch.setattr("paceline.watch.processes.read_children", lambda: reads.append(now) or {})
     watch = HangWatch(local_ranks, after_s=2.0, ends=False)
-    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    watch._stragglers = None
     while not said:
-        watch.look(2)
+        watch.check(2)
         now += 0.5
         assert now < 110
     # Both ranks lack a private name of torch: one warning.
@@ -557,13 +603,13 @@ def test_a_rank_that_has_ended_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
     reads = []
     monkeypatch.setattr("paceline.watch.processes.read_children", lambda: reads.append(now) or {})
     watch = HangWatch(local_ranks, after_s=60.0, ends=False)
-    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
-    watch.look(2)
+    watch._stragglers = None
+    watch.check(2)
     ranks[1].returncode = 0
     for _ in range(100):
         now += 0.5
         ranks[0].counts = (ranks[0].counts[0] + 1, 0)
-        watch.look(2)
+        watch.check(2)
     assert reads == []
 
 
@@ -592,13 +638,13 @@ def test_the_patience_follows_the_usual_time_between_collectives(
     monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=print)
     watch = HangWatch(local_ranks, after_s=after_s, ends=False)
-    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
-    watch.look(world_size)
+    watch._stragglers = None
+    watch.check(world_size)
     for number in range(1, 6):
         now += step_s + 0.001
         for rank in ranks:
             rank.counts = (number, number)
-        watch.look(world_size)
+        watch.check(world_size)
     assert watch._patience_s == pytest.approx(patience_s, rel=0.01)
 
 
@@ -609,16 +655,40 @@ def test_a_hang_is_reported_again_after_a_restart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("paceline.watch.processes.read_children", dict)
     local_ranks: Any = types.SimpleNamespace(ranks=[], say=said.append)
     watch = HangWatch(local_ranks, after_s=2.0, ends=False)
-    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    watch._stragglers = None
     for restart in range(2):
         local_ranks.ranks = [Asked(0), Asked(1)]
         for one in local_ranks.ranks:
             one.pid += 10 * restart
         begin = now
         while now < begin + 8:
-            watch.look(2)
+            watch.check(2)
             now += 0.5
         assert sum(text.startswith("hang: ") for text in said) == restart + 1
+
+
+def test_a_hang_at_the_same_place_is_reported_again_after_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, said = 100.0, []
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
+    monkeypatch.setattr("paceline.watch.processes.read_process", lambda pid: process(0.0, pid=pid))
+    monkeypatch.setattr("paceline.watch.processes.read_children", dict)
+    ranks = [Asked(0), Asked(1)]
+    watch = HangWatch(
+        cast(Any, types.SimpleNamespace(ranks=ranks, say=said.append)), after_s=2.0, ends=False
+    )
+    # A defect of the straggler watch does not end the detection of hangs.
+    watch._stragglers = Mock(**{"check.side_effect": KeyError("arrivals")})
+    for round in range(2):
+        begin = now
+        while now < begin + 8:
+            watch.check(2)
+            now += 0.5
+        assert sum(text.startswith("hang: ") for text in said) == round + 1, said
+        ranks[1].counts = (round + 1, round + 1)
+    off = "paceline: the detection of stragglers is off: KeyError('arrivals')\n"
+    assert said.count(off) == 1
 
 
 def test_the_probe_does_not_replace_a_timer_that_the_script_sets(

@@ -436,7 +436,7 @@ def watched(
     if silent:
         ranks[1].send = lambda request: None
     for second in seconds:
-        watch.look(float(second), ranks, entered=100 * second)
+        watch.check(float(second), ranks, entered=100 * second)
     return "".join(said), ranks, watch
 
 
@@ -452,7 +452,7 @@ def test_a_straggler_is_said_once_and_within_fifty_steps() -> None:
     # Nothing has been entered since, so nothing is asked.
     asked = len(ranks[0].asked)
     for second in (500.0, 501.0):
-        watch.look(second, ranks, entered=100 * 119)
+        watch.check(second, ranks, entered=100 * 119)
     assert len(ranks[0].asked) <= asked + 1
 
 

@@ -1,8 +1,15 @@
 """The launcher: `paceline run`, a front to `torch.distributed.run` (torchrun).
 
 `run(argv)` is its entry: it starts the interpreters of the ranks, imports torch while they do, and launches.
-worker.py runs in the ranks. prescan.py, local_ranks.py and output.py need no torch.
-session.py, options.py, agent.py, rendezvous.py and nodes.py are fronts to torch's launcher.
+
+- Without torch: prescan.py (how many ranks), local_ranks.py (starts and ends them), output.py,
+  and guard.py, a process that ends the ranks if the launcher is killed.
+- Fronts to torch's launcher: options.py, session.py (one run), agent.py (rounds of ranks) and
+  rendezvous.py; for several nodes also nodes.py, endpoint.py, node_exchange.py and node_facts.py.
+- Used by the agent: signals.py, hang_watch.py, straggler_watch.py, step_profile.py, messages.py and
+  failure_report.py.
+- In the ranks: worker.py, and variables.py, which the processes that they spawn use too.
+- spawning.py starts ranks from a notebook, a debugger or a test, without `paceline run`.
 """
 
 from __future__ import annotations

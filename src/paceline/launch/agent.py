@@ -181,7 +181,7 @@ class Agent(LocalElasticAgent):
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         else:
-            with self._signals.interruptible():
+            with self._signals.interruptible(ranks_ended=True):
                 self._wait_for_nodes(_EXIT_BARRIER_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -302,7 +302,7 @@ class Agent(LocalElasticAgent):
             ranks.forward_signal(number)
         if self.step_profile is not None:
             alive = [rank for rank in ranks.ranks if rank.returncode is None]
-            self.step_profile.look(time.monotonic(), alive)
+            self.step_profile.check(time.monotonic(), alive)
         if self._restarts_left > 0:
             ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":
@@ -350,7 +350,7 @@ class Agent(LocalElasticAgent):
         if self._watch is None:
             return False
         try:
-            hang = (self._watch.finish if finish else self._watch.look)(world_size)
+            hang = (self._watch.finish if finish else self._watch.check)(world_size)
         except Exception as error:  # a defect of the diagnosis must not end the job
             self._local_ranks.say(f"paceline: the detection of hangs is off: {error!r}\n")
             self._watch = hang = None

@@ -46,7 +46,7 @@ def write(
         if tail := b"".join(stream.tail for stream in rank.streams):
             (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
         answer = rank.answers.get("state", {})
-        state = {"stacks and collectives": answer, "last seen": rank.probed()}
+        state = {"stacks and collectives": answer, "last seen": rank.probe_text()}
         _dump(folder / f"rank{rank.rank}-state.json", state)
     _dump(folder / "environment.json", settings(os.environ))
     _dump(folder / "versions.json", _versions())

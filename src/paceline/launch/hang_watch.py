@@ -20,7 +20,7 @@ from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.torch_private import NAMES
 from paceline.watch import processes
-from paceline.watch.hang import Hang, find_hang
+from paceline.watch.hang import Diagnosis, diagnose
 from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
     LATE_BEAT_S,
@@ -124,7 +124,7 @@ class HangWatch:
         self._missing: set[str] = set()  # names of torch that were reported
         # With several nodes, each launcher has the states of all ranks.
         self.exchange: NodeExchange | None = None
-        self._stragglers = StragglerWatch(local_ranks)
+        self._stragglers: StragglerWatch | None = StragglerWatch(local_ranks)
         self._next = 0.0
         self._checked_at, self._watched_s = time.monotonic(), 0.0
         self._begin([])
@@ -136,13 +136,14 @@ class HangWatch:
         self._answers: dict[int, dict[str, Any]] = {}  # to the latest question, by rank
         self._ask_next = self._others_until = 0.0
         self._activities: dict[int, Activity] = {}
-        self._reported: set[object] = set()  # keys of hangs
+        self._reported: set[tuple[object, ...]] = set()  # keys of diagnoses
         self._gaps_s: deque[float] = deque(maxlen=_KEPT)  # times between two collectives
         self._progress_at = time.monotonic()
         self._alarmed = False
-        self._stragglers.begin()
+        if self._stragglers is not None:
+            self._stragglers.begin()
 
-    def look(self, world_size: int) -> Hang | None:
+    def check(self, world_size: int) -> Diagnosis | None:
         """Check the ranks and report a hang. Returns the hang if it has to end the round."""
         now = time.monotonic()
         if now < self._next:
@@ -160,9 +161,7 @@ class HangWatch:
         progressed = [self._sample(rank, now, children) for rank in alive]
         if any(progressed):
             self._note_progress(now)
-        if self._stragglers.look(
-            now, alive, sum(activity.counts[0] for activity in self._activities.values())
-        ):
+        if self._look_for_stragglers(now, alive):
             self._next = now + _SOON_S
         if self._after_s == 0:
             return None
@@ -184,6 +183,18 @@ class HangWatch:
             self._question = Question(able, "state", now=now, within_s=_ANSWER_S)
         return None
 
+    def _look_for_stragglers(self, now: float, alive: Sequence[Rank]) -> bool:
+        """Returns whether to call it again soon."""
+        if self._stragglers is None:
+            return False
+        entered = sum(activity.counts[0] for activity in self._activities.values())
+        try:
+            return self._stragglers.check(now, alive, entered)
+        except Exception as error:  # a defect of this diagnosis must not end the detection of hangs
+            self._local_ranks.say(f"paceline: the detection of stragglers is off: {error!r}\n")
+            self._stragglers = None
+            return False
+
     def _count_watched(self, now: float) -> None:
         """Count the time since the last check as watched, without a pause of the launcher itself."""
         passed_s = now - self._checked_at
@@ -192,8 +203,8 @@ class HangWatch:
         for activity in self._activities.values():
             activity.since += passed_s - watched_s
 
-    def finish(self, world_size: int) -> Hang | None:
-        """As `look`, if a hang is only waiting for the states of other nodes; call before the round ends."""
+    def finish(self, world_size: int) -> Diagnosis | None:
+        """As `check`, if a hang is only waiting for the states of other nodes; call before the round ends."""
         # A node that ends its ranks for a hang has read the states of all nodes, so they are in the store.
         return self._conclude(time.monotonic(), world_size) if self._others_until else None
 
@@ -215,13 +226,15 @@ class HangWatch:
         self._progress_at = now
         if self._alarmed:
             self._alarmed = False
+            # The same hang may happen again; a notice is given once.
+            self._reported = {(alarm, *key) for alarm, *key in self._reported if not alarm}
             self._local_ranks.say("paceline: the ranks make progress again\n")
 
     def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> bool:
         """Sample a rank; returns whether it has made progress since the last sample."""
         activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
         progressed = False
-        beat = read_beat(rank.probed())
+        beat = read_beat(rank.probe_text())
         if "error" in beat:
             raise RuntimeError(beat["error"])
         if beat:
@@ -262,7 +275,7 @@ class HangWatch:
         # Some ranks may load or compute without a collective, but not all of them.
         return bool(idle) and len(idle) == len(alive)
 
-    def _conclude(self, now: float, world_size: int) -> Hang | None:
+    def _conclude(self, now: float, world_size: int) -> Diagnosis | None:
         states = [self._state(rank, now) for rank in self._local_ranks.ranks]
         is_first_node = self.exchange is None or self.exchange.node == 0
         if self.exchange is not None:
@@ -275,7 +288,7 @@ class HangWatch:
                 return None
             self._others_until = 0.0
             states += others
-        hang = find_hang(states, world_size, self._patience_s - _INTERVAL_S)
+        hang = diagnose(states, world_size, self._patience_s - _INTERVAL_S)
         if hang is None:
             return None
         ours = any(rank.rank in hang.culprits for rank in self._local_ranks.ranks)
@@ -300,7 +313,7 @@ class HangWatch:
         late = now - activity.beat.get("time", now) > LATE_BEAT_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
         can_run = activity.state not in (*_STOPPED, "D")
-        dump = read_dump(rank.probed()) if late and can_run else []
+        dump = read_dump(rank.probe_text()) if late and can_run else []
         reported: dict[str, Any] = {
             "entered": {},
             "where": read_place(activity.beat.get("place", ""), cwd),

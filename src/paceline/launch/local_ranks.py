@@ -110,8 +110,8 @@ class Rank:
         self.returncode: int | None = None
         self.ended_at = 0.0
         self.stopped_at: float | None = None  # when the launcher first told it to end
-        self.frozen_at: float | None = None
-        self.frozen_s = 0.0
+        self.frozen_at: float | None = None  # monotonic, unlike the others
+        self.frozen = False  # killed because SIGSTOP had stopped it
         self.has_script = False
         self.hung = False
         self._pump = pump
@@ -198,7 +198,7 @@ class Rank:
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
-    def probed(self) -> str:
+    def probe_text(self) -> str:
         """What the rank's probe wrote: one line of JSON, then stacks if the GIL was held."""
         if self._probe >= 0:
             self._probe_text = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
@@ -227,9 +227,8 @@ class Rank:
         import psutil
 
         frozen = False
-        if self.returncode is None:
-            with contextlib.suppress(psutil.Error):
-                frozen = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            frozen = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         self.frozen_at = (self.frozen_at or now) if frozen else None
         return frozen
 
@@ -252,7 +251,7 @@ class Rank:
     def close(self) -> None:
         """Close the sockets and files of an ended rank."""
         self._pump.unwatch(self._socket.fileno(), self._socket.close)
-        self.probed()  # later calls return this text
+        self.probe_text()  # later calls return this text
         os.close(self._probe)
         self._probe = -1
 
@@ -263,7 +262,7 @@ class Rank:
         if self.returncode is not None and not self._read_probe_events:
             # If the script has closed all files, the rank can only report through the probe's memory.
             self._read_probe_events = True
-            self._add_events(self.probed().encode().splitlines())
+            self._add_events(self.probe_text().encode().splitlines())
 
     def _read_some(self) -> bool:
         fd = self._socket.fileno()
@@ -331,7 +330,7 @@ class Rank:
             exit_place=exit_place,
             interrupted_at=interrupted_at,
             hung=self.hung,
-            frozen_s=self.frozen_s,
+            frozen=self.frozen,
             step=step,
             abort_message=abort.decode(errors="replace"),
             stopped=self.stopped_at is not None and (at == 0.0 or at > self.stopped_at),
@@ -511,13 +510,14 @@ class LocalRanks:
     def kill_frozen(self) -> None:
         """Kill ranks that are stopped by SIGSTOP, because the others would wait for them forever.
 
-        If every rank is stopped, assume a deliberate suspension and do nothing.
+        If every running rank is stopped, assume a deliberate suspension and do nothing.
         """
         now = time.monotonic()
-        frozen = [rank for rank in self.ranks if rank.watch_freeze(now)]
-        for rank in frozen if len(frozen) < len(self.ranks) else ():
+        running = [rank for rank in self.ranks if rank.returncode is None]
+        frozen = [rank for rank in running if rank.watch_freeze(now)]
+        for rank in frozen if len(frozen) < len(running) else ():
             if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
-                rank.frozen_s = _FROZEN_S  # this end counts as a failure of the rank
+                rank.frozen = True  # this end counts as a failure of the rank
                 rank.send_signal(signal.SIGKILL, stops=False)
 
     @property

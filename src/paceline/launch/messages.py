@@ -49,11 +49,14 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
     lines: list[str] = []
     # If the cause is a rank that ended with 0, print the error of the first rank that missed it.
     shown = first.first_follower or original
+    known = _known_cause(shown)
+    if shown.elsewhere:
+        # Its launcher prints it. A later failure of this host may be the first one: see `_later`.
+        shown = next((each for each in first.others if not each.elsewhere), shown)
     if shown.error is not None and not shown.error.shown and not shown.elsewhere:
         prefix = f"[{shown.rank}] " if info.world_size > 1 else ""
         lines += [prefix + line for line in shown.error.traceback.rstrip("\n").splitlines()]
     ranks = name_ranks(first.ranks)
-    known = _known_cause(shown)
     failure = LaunchFailed(
         f"{ranks} {original.how}"
         if original.ended_early
@@ -147,7 +150,7 @@ def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
         return ""
     if cause := _cause_by_counters(outcome, info, known):
         return cause
-    if outcome.frozen_s:
+    if outcome.frozen:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
@@ -181,7 +184,7 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
         return f"the kernel killed a process of this job for memory: {killed}."
     if killed and outcome.returncode == -signal.SIGKILL:
         return f"the kernel killed it for memory: {killed}."
-    if outcome.error is not None or outcome.frozen_s:
+    if outcome.error is not None or outcome.frozen:
         return ""
     if outcome.returncode == -signal.SIGKILL and after.kills is not None:
         why = "It was not the kernel: its count of out-of-memory kills did not change."
@@ -193,7 +196,7 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
 
 
 def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
-    if outcome.hung or outcome.frozen_s:
+    if outcome.hung or outcome.frozen:
         return ""
     if outcome.ended_early and outcome.returncode == ExitCode.PREEMPTED:
         return "let all ranks stop after the same step, as those of a `Training` do."

@@ -42,7 +42,7 @@ class ReceivedSignals:
         self._for_ranks: list[signal.Signals] = []
         self._stuck = stuck
         self._wake = wake
-        self._interruptible = False
+        self._interruptible = self._ranks_ended = False
         self._handled: set[int] = set()
 
     @property
@@ -68,9 +68,17 @@ class ReceivedSignals:
         return taken
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt the body, which waits in torch's code while no script runs."""
-        self.received += self.take_for_ranks()
+    def interruptible(self, *, ranks_ended: bool = False) -> Iterator[None]:
+        """Let a signal interrupt the body, which waits in torch's code while no script runs.
+
+        Args:
+            ranks_ended: Whether to drop SIGUSR1 and SIGUSR2, because the ranks that they are for have ended.
+                Before the scripts begin, these signals end the launcher.
+        """
+        for_ranks = self.take_for_ranks()
+        self._ranks_ended = ranks_ended
+        if not ranks_ended:
+            self.received += for_ranks
         self.check()
         self._interruptible = True
         try:
@@ -135,10 +143,10 @@ class ReceivedSignals:
             self.check()
 
     def _note_for_ranks(self, number: int, frame: FrameType | None) -> None:
-        if self._interruptible:
-            self._note(number, frame)  # no script runs that could receive it
-        else:
+        if not self._interruptible:
             self._for_ranks.append(signal.Signals(number))
+        elif not self._ranks_ended:
+            self._note(number, frame)  # no script runs that could receive it
 
 
 def parse(names: str) -> list[signal.Signals]:

@@ -33,7 +33,7 @@ class StepProfile:
         self._question: Question | None = None
         self._spent: dict[int, Spent] = defaultdict(lambda: defaultdict(float))
 
-    def look(self, now: float, alive: Sequence[Rank]) -> None:
+    def check(self, now: float, alive: Sequence[Rank]) -> None:
         """Handle answers, and ask again.
 
         Args:

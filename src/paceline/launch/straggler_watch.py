@@ -53,7 +53,7 @@ class StragglerWatch:
         self._host: HostSample | None = None  # at the beginning of the profile
         self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
 
-    def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
+    def check(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
         """Handle answers, report a straggler, and ask again. Returns whether to call it again soon.
 
         Args:

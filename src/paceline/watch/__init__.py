@@ -1,5 +1,7 @@
 """Diagnosis of hangs, crashes and stragglers.
 
-`probe`, `sampling` and `flight_recorder` run in the ranks and collect evidence; `processes` reads it from the
-kernel. The other files judge it and write text.
+- In the ranks: probe.py answers the launcher, with the evidence of flight_recorder.py, sampling.py and
+  stacks.py.
+- In the launcher: processes.py reads the kernel, rank_state.py what the ranks answered.
+- hang.py, straggler.py and crash.py judge, and report.py formats their text. They are pure.
 """

@@ -115,7 +115,7 @@ class RankOutcome:
         interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
-        frozen_s: How long SIGSTOP had stopped it when the launcher killed it for that; otherwise 0.
+        frozen: The launcher killed it because SIGSTOP had stopped it for a second.
         step: The training step of the error; 0 if unknown.
         abort_message: What native code wrote when it aborted; empty if nothing.
         elsewhere: The launcher of another node reported this.
@@ -131,7 +131,7 @@ class RankOutcome:
     interrupted_at: str = ""
     stopped: bool = False
     hung: bool = False
-    frozen_s: float = 0.0
+    frozen: bool = False
     step: int = 0
     abort_message: str = ""
     elsewhere: bool = False
@@ -170,8 +170,8 @@ class RankOutcome:
             if len(text) > _HOW_CHARS:
                 text = f"{text[:_HOW_CHARS]} ..."
             return f"{self.error.type}: {text}" if text else self.error.type
-        if self.frozen_s:
-            return f"stopped by SIGSTOP, and killed after {self.frozen_s:.0f} s"
+        if self.frozen:
+            return "stopped by SIGSTOP, and killed after 1 s"
         if self.interrupted_at:
             return "KeyboardInterrupt"
         if self.returncode is not None and self.returncode < 0:
@@ -227,12 +227,18 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     if not failures:
         return None
     causes = [each for each in failures if not each.follows]
-    first, left = failures[0], []
-    if not causes:  # the clocks of two hosts are not compared
+    first = failures[0]
+    lost: list[RankOutcome] = []  # the peers that the followers lost, if none of them failed
+    if not causes:
         latest = first.time + _NOTICED_LATE_S
-        left = [f for f in in_time if f.ended_early and (f.host != first.host or f.time <= latest)]
-    original = (causes or left or failures)[0]
-    equal = left or [each for each in failures if each.how == original.how]
+        # The clocks of two hosts are not compared.
+        lost = [
+            each
+            for each in in_time
+            if each.ended_early and (each.host != first.host or each.time <= latest)
+        ]
+    original = (causes or lost or failures)[0]
+    equal = lost or [each for each in failures if each.how == original.how]
     rest = [each for each in failures if each.how != original.how]
     return FirstFailure(
         original=original,

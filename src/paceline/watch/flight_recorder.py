@@ -31,7 +31,7 @@ _KEYS = (
 def counts() -> tuple[int, int]:
     """How many operations were entered, and how many of them are completed."""
     entered = completed = 0
-    for dump in _dumps(entries=False):
+    for _, dump in _dumps(entries=False):
         for status in dump.get("pg_status", {}).values():
             entered += max(int(status["last_enqueued_collective"]), 0)
             completed += max(int(status["last_completed_collective"]), 0)
@@ -43,8 +43,7 @@ def counts() -> tuple[int, int]:
 
 def table() -> dict[str, Any]:
     """The latest collectives and all that are not completed, oldest first; ranks and mesh axes of groups."""
-    found = (entry for dump in _dumps(entries=True) for entry in dump.get("entries", []))
-    entries = [entry for entry in found if entry["process_group"][0]]  # one without a name is ours
+    entries = _entries()
     first = len(entries) - _ENTRIES
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
     ours = [
@@ -63,7 +62,7 @@ def table() -> dict[str, Any]:
             for group, name in _group_names().items()
             if group.group_desc.startswith(_OF_MESH)
         },
-        "entered": {name: queue.entered for name, queue in _our_queues()},
+        "entered": {f"{name} {queue.backend}": queue.entered for name, queue in _our_queues()},
         "missing": [
             path for path in (_DUMP, _WORLD) if _loaded(_LAST) is not None and _loaded(path) is None
         ],
@@ -71,17 +70,16 @@ def table() -> dict[str, Any]:
 
 
 def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
-    """Collectives entered after `since_ns`: group, number, ns since the epoch, elements."""
+    """Collectives entered after `since_ns`: group and backend, number, ns since the epoch, elements."""
     found = [
         (
-            entry["process_group"][0],
+            " ".join(entry["process_group"]),
             entry["collective_seq_id"],
             entry["time_created_ns"],
             sum(map(math.prod, entry["input_sizes"])),
         )
-        for dump in _dumps(entries=True)
-        for entry in dump.get("entries", ())
-        if not entry["is_p2p"] and entry["process_group"][0]
+        for entry in _entries()
+        if not entry["is_p2p"]
     ]
     for name, queue in _our_queues():
         base_ns = time.time_ns() - time.monotonic_ns()
@@ -92,11 +90,22 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
     return [arrival for arrival in found if arrival[2] > since_ns]
 
 
-def _dumps(*, entries: bool) -> Iterable[dict[str, Any]]:
-    for dump in map(_loaded, (_DUMP_NCCL, _DUMP)):
-        if dump is not None:
+def _entries() -> list[dict[str, Any]]:
+    """All entries; `process_group` is the name of the group and its backend, which has its own numbers."""
+    return [
+        entry | {"process_group": [entry["process_group"][0], backend]}
+        for backend, dump in _dumps(entries=True)
+        for entry in dump.get("entries", ())
+        if entry["process_group"][0]  # one without a name is ours
+    ]
+
+
+def _dumps(*, entries: bool) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The flight recorder of each backend that has one."""
+    for backend, path in (("nccl", _DUMP_NCCL), ("gloo", _DUMP)):
+        if (dump := _loaded(path)) is not None:
             # Without stacks, and not only what is active. As JSON it takes twice as long.
-            yield pickle.loads(dump(entries, False, False))
+            yield backend, pickle.loads(dump(entries, False, False))
 
 
 def _loaded(path: str) -> Any:

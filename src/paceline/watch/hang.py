@@ -15,11 +15,12 @@ from paceline.watch.report import group_by_text, render
 
 # Collectives whose tensors must have the same type and shape on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+_CHECK_NETWORK = "check that the ranks can reach each other on the job's network interface."
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang:
+class Diagnosis:
     """A diagnosis.
 
     Args:
@@ -35,7 +36,7 @@ class Hang:
     key: tuple[object, ...]
 
 
-def find_hang(states: Sequence[RankState], world_size: int, after_s: float) -> Hang | None:
+def diagnose(states: Sequence[RankState], world_size: int, after_s: float) -> Diagnosis | None:
     """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
@@ -50,7 +51,7 @@ def find_hang(states: Sequence[RankState], world_size: int, after_s: float) -> H
 
 def _diagnose_collective(
     states: Sequence[RankState], waiting: Sequence[RankState], after_s: float
-) -> Hang | None:
+) -> Diagnosis | None:
     call = _collective_to_report(states, waiting)
     differing = _differing(states, call)
     if differing:
@@ -70,16 +71,21 @@ def _diagnose_collective(
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
-    if absent and all(state.waiting is not None for state in absent):
-        why = "two groups were entered in different orders, so each side waits for the other."
-        fix = "use the groups in the same order on all ranks."
+    elsewhere = [state.waiting for state in absent if state.waiting is not None]
+    if absent and len(elsewhere) == len(absent):
+        if any(other.group != call.group for other in elsewhere):
+            why = "two groups were entered in different orders, so each side waits for the other."
+            fix = "use the groups in the same order on all ranks."
+        else:
+            why = "an earlier collective of this group has ended on some ranks only."
+            fix = _CHECK_NETWORK
     elif absent:
         why, fix = _why_and_fix(absent, stuck)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
         why = "all ranks have entered it and it does not end: the connection between them is stuck."
-        fix = "check that the ranks can reach each other on the job's network interface."
+        fix = _CHECK_NETWORK
     # A rank in another collective is not busy, though a backend may use the CPU while it waits.
     busy = any(state.busy and state.waiting is None for state in absent)
     alarm = not busy and bool(absent or not remote)
@@ -138,7 +144,7 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
     return {}
 
 
-def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Hang:
+def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Diagnosis:
     number = next(iter(calls.values())).number
     at = {state.rank: state for state in states if state.rank in calls}
 
@@ -196,7 +202,7 @@ def _differing_ranks(
     return [state for members in groups for state in members]
 
 
-def _diagnose_others(states: Sequence[RankState], world_size: int) -> Hang | None:
+def _diagnose_others(states: Sequence[RankState], world_size: int) -> Diagnosis | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
@@ -264,7 +270,7 @@ def _call_text(call: Call, state: RankState) -> str:
     notes = [call.kind] if call.kind else []
     if state.where.gradients and not call.completed:
         notes.insert(0, "gradients")
-    if call.members and len(call.members) > 1 and call.group not in ("", "0"):
+    if call.members and len(call.members) > 1 and call.group.split()[0] != "0":
         axis = f" on axis {call.axis}" if call.axis else ""
         notes.append(f"group of {name_ranks(call.members)}{axis}")
     return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
@@ -400,8 +406,8 @@ def _hang(
     why: str,
     fix: str,
     key: tuple[object, ...],
-) -> Hang:
-    return Hang(
+) -> Diagnosis:
+    return Diagnosis(
         alarm=alarm,
         culprits=tuple(state.rank for state in culprits),
         text=render("hang" if alarm else "waiting", lines, why, fix),

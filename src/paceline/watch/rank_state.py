@@ -35,7 +35,7 @@ class Call:
 
     Args:
         number: Counts the collectives of the group, from 1.
-        group: Its name; "0" is the whole world with Gloo.
+        group: The name and the backend of the group, such as `0 gloo`. The name `0` means all ranks.
         members: Ranks of the group; empty if unknown.
         axis: The axis of a device mesh that the group is on; empty if none.
         kind: Type and shape of its tensor, such as `f32[3,4]`.
@@ -104,7 +104,7 @@ class RankState:
         call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
         calls: Collectives, oldest first: the latest, and all that are not completed.
-        entered: By group, the number of the latest collective, where `calls` does not have all.
+        entered: By group, as in `Call`, the number of the latest collective, where `calls` does not have all.
         workers: A few words for each child process that may be a loader worker.
         kernel_function: The kernel's function that it waits in.
     """
@@ -146,7 +146,7 @@ def read_calls(
     now: float,
     axes: Mapping[str, str] | None = None,
 ) -> tuple[Call, ...]:
-    """The collectives in entries of the flight recorder, without sends and receives.
+    """The collectives in entries of `flight_recorder.table`, without sends and receives.
 
     Args:
         groups: The ranks of each group by its name.
@@ -157,7 +157,7 @@ def read_calls(
         Call(
             name=entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base"),
             number=entry["collective_seq_id"],
-            group=entry["process_group"][0],
+            group=" ".join(entry["process_group"]),
             members=tuple(groups.get(entry["process_group"][0], ())),
             axis=(axes or {}).get(entry["process_group"][0], ""),
             kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
