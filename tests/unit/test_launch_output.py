@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -130,6 +131,17 @@ def test_output_is_read_on_as_soon_as_the_console_has_room(
     pump.stop(timeout_s=10)
 
 
+def test_a_pipe_that_is_our_output_holds_more_than_it_does_by_default() -> None:
+    """2 GB through a pipe take 1.5 times as long with 64 KiB: the reader wakes the pump for each piece."""
+    read, write = os.pipe()
+    usual = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+    Console(write)
+    assert fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) == 1 << 20 > usual
+    os.close(write)
+    Console(write)  # the launcher was started without it
+    os.close(read)
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_without_writes_that_never_block_it_writes_what_a_ready_pipe_takes(
     pump: Pump, monkeypatch: pytest.MonkeyPatch, is_file: bool, tmp_path: Path
@@ -155,7 +167,8 @@ def test_a_reader_that_does_not_read_blocks_the_writer(pump: Pump) -> None:
     line, lines = b"x" * 999 + b"\n", 0
     while lines < 10_000 and select.select([], [theirs], [], 0.5)[1]:
         lines += os.write(theirs, line) // len(line)
-    assert 0 < lines * len(line) < LINE_BYTES
+    held = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+    assert held <= lines * len(line) < held + LINE_BYTES
     os.close(theirs)
     reader = Reader(read, write)
     assert pump.finish([stream], stalled_s=10)

@@ -8,7 +8,9 @@ and nothing else waits.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import select
@@ -23,6 +25,7 @@ LINE_BYTES = 1 << 20  # a longer unfinished line is written in parts
 _TAIL_BYTES = 8192  # end of each stream, kept for the report of a failed job
 _READ_BYTES = 1 << 18
 _PENDING_BYTES = 1 << 18  # if a console has more to write, its streams are not read
+_PIPE_BYTES = 1 << 20  # of our output: its reader then wakes the pump less often
 _TURN_S = 0.05
 _IDLE_S = 0.25
 # How long a line that is too long to keep may pause before another rank may write.
@@ -79,6 +82,9 @@ class Console:
             status = os.fstat(fd)
             self.closed, self.identity = False, (status.st_dev, status.st_ino)
             self._is_file = stat.S_ISREG(status.st_mode)
+            if stat.S_ISFIFO(status.st_mode):
+                with contextlib.suppress(OSError):  # of a user who has too many pipes
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError:  # the launcher was started without it
             self.closed, self.identity = True, (-1, fd)
         # With RWF_NOWAIT a file may refuse forever what a usual write would do at once.
