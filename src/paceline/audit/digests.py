@@ -49,6 +49,14 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def number_of_samples(batch: Any) -> int | None:
+    """The length of the first tensor or array in a batch; None if there is none."""
+    for leaf in leaves(batch):
+        if hasattr(leaf, "shape") and len(leaf.shape):
+            return int(leaf.shape[0])
+    return None
+
+
 def exact_parts(value: Any) -> int:
     """Digest of the integers and texts in a sample, which augmentation does not change; 0 if none."""
     kept = [leaf for leaf in leaves(value) if _is_exact(leaf)]
@@ -60,6 +68,18 @@ def _is_exact(leaf: Any) -> bool:
         return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
     kind = getattr(getattr(leaf, "dtype", None), "kind", None)
     return kind == "i" if kind is not None else isinstance(leaf, int | str)
+
+
+def magnitude(value: Any) -> float:
+    """The sum of the absolute values of the floats in a sample."""
+    total = 0.0
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_floating_point() and leaf.layout is torch.strided and has_content(leaf):
+                total += float(leaf.detach().double().abs().sum())
+        elif getattr(getattr(leaf, "dtype", None), "kind", None) == "f" or isinstance(leaf, float):
+            total += float(numpy.abs(leaf).sum(dtype=numpy.float64))
+    return total
 
 
 def seed_all(seed: int) -> None:

@@ -233,6 +233,8 @@ class SamplesLoaded(Event):
     ids: list[Any] | None = None  # as in `BatchGiven`
     contents: list[int] = field(default_factory=list)  # the digest of each sample
     labels: list[int] = field(default_factory=list)  # the digest of its integers and texts
+    # The sum of the absolute values of its floats: two processes may differ by rounding.
+    magnitudes: list[float] = field(default_factory=list)
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     drew: Digests = field(default_factory=dict)  # the same after it, of those that changed
@@ -266,7 +268,6 @@ class ForwardEnded(EventInStep):
     rows: list[int] | None = None  # the digest of each of its rows; None without a tensor
     # The digest of all tensors in it, in the first forward of training and if `shared`.
     inputs: int | None = None
-    shared: bool = False  # whether the rank was given the batch of rank 0; see `SharedBatch`
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from

@@ -20,7 +20,6 @@ from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
 from paceline.audit.run_plan import REPLAYS, RunPlan
-from paceline.audit.shared_batch import SharedBatch
 
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
@@ -54,7 +53,6 @@ class Progress:
         weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
             evaluation, by number; None if they are saved already.
         after_evaluation: What to call when the training goes on after the current evaluation.
-        shared_batch: A batch that all ranks of the ordinary run get.
     """
 
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
@@ -79,7 +77,6 @@ class Progress:
         self._cut_at: int | None = None  # the step after which this run cut a pass
         self.weights_of_evaluation: dict[int, dict[str, Any]] | None = None
         self.after_evaluation: list[Callable[[], None]] = []
-        self.shared_batch = SharedBatch(plan, rank)
 
     @property
     def is_over(self) -> bool:
@@ -180,7 +177,6 @@ class Progress:
             self._round.add(optimizer)
             return
         self.steps, self._round = number, {optimizer}
-        self.shared_batch.end()
         is_fast = self._is_fast()
         in_last = self.steps + self.plan.last_steps == self.wanted
         if in_last and self.wanted < self.plan.max_steps and is_fast:

@@ -16,7 +16,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, 
 
 from paceline import torch_private
 from paceline.audit import replay
-from paceline.audit.digests import digest, exact_parts, leaves, random_states
+from paceline.audit.digests import (
+    digest,
+    exact_parts,
+    magnitude,
+    number_of_samples,
+    random_states,
+)
 from paceline.audit.events import (
     BatchGiven,
     EventOfPass,
@@ -140,20 +146,13 @@ class DataHooks:
                 loader=name,
                 pass_number=of.number,
                 ids=_samples_of(of.loader.dataset, index),
-                size=_size(batch),
+                size=number_of_samples(batch),
                 content=digest(batch),
                 steps_done=self._progress.steps,
             )
         )
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
             replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
-
-    def batch_for_rank(self, of: _RecordedPass, batch: Any) -> Any:
-        """The batch, or that of rank 0 in its place."""
-        if of.seen.loader not in self._progress.training_loaders:
-            return batch
-        name = f"{of.seen.loader}-{of.number}-{of.num_batches}"
-        return self._progress.shared_batch.in_place_of(batch, name, self._progress.steps)
 
     def end_of(self, of: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
         """How to end a pass before its next batch; None to go on.
@@ -231,6 +230,7 @@ class DataHooks:
                     ids=_samples_of(fetcher.dataset, index),
                     contents=[digest(sample) for sample in samples],
                     labels=[exact_parts(sample) for sample in samples],
+                    magnitudes=[magnitude(sample) for sample in samples],
                     random=before,
                     drew={k: v for k, v in after.items() if v != before.get(k)},
                 )
@@ -323,7 +323,7 @@ class _RecordedPass:
         indices = getattr(self._batches, "_paceline_indices", None)
         self._hooks.record_batch(self, indices.popleft() if indices else None, batch)
         self.num_batches += 1
-        return self._hooks.batch_for_rank(self, batch)
+        return batch
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -369,10 +369,3 @@ def _root(dataset: Any, ids: list[Any] | None = None) -> tuple[Any, list[Any]]:
         ids = [dataset.indices[i] for i in ids]
         dataset = dataset.dataset
     return dataset, ids
-
-
-def _size(batch: Any) -> int | None:
-    for leaf in leaves(batch):
-        if hasattr(leaf, "shape") and len(leaf.shape):
-            return int(leaf.shape[0])
-    return None

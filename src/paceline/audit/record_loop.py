@@ -130,17 +130,19 @@ class LoopHooks:
             # Inside DDP's forward, after its broadcast of the buffers.
             self._forward = replace(self._forward, buffers=buffer_digests(module))
 
-    def after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after_forward(self, module: torch.nn.Module, args: Any, *kwargs_output: Any) -> None:
         if module is not self._root:
             return
-        forward = self._forward
+        self._root = None
+        self._pause.close()
+        if len(kwargs_output) < 2:
+            return  # the forward raised: torch then leaves out the keyword arguments
+        forward, kwargs = self._forward, kwargs_output[0]
         if forward.rows is None:  # torch gives keyword arguments to this hook only
             samples, rows = _samples(kwargs)
             forward = replace(forward, samples=samples, rows=rows)
-        if forward.trains and (self._forwards == 1 or forward.shared):
+        if forward.trains and self._forwards == 1:
             forward = replace(forward, inputs=digest(_tensors([args, kwargs])))
-        self._root = None
-        self._pause.close()
         drew = [k for k, v in random_states().items() if v != forward.random.get(k)]
         self._recorder.write(replace(forward, drew=drew))
 
@@ -179,7 +181,6 @@ class LoopHooks:
             bypasses_ddp=wrapper is None and trains and self._models.is_reduced(module),
             samples=samples,
             rows=rows,
-            shared=self._progress.shared_batch.is_given,
             random=random_states(),
             draws=draws,
         )

@@ -21,7 +21,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Run, op_of
 from paceline.audit.rules.rule import Case
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, name_ranks
 from paceline.explain.reading import recognise
 
 _TAIL_LINES = 30
@@ -65,6 +65,16 @@ def refuse(run: Run) -> None:
             run,
             f"{run.name} did not end in time.",
             fix="give it more time with --timeout, or fewer steps with --steps.",
+        )
+    # Not the ranks with steps: one rank may step for all of them.
+    alone = [log.rank for log in run.ranks if log.of(BackwardBegun)]
+    if 0 < len(alone) < len(run.ranks) and any(log.first(EndedByVerify) for log in run.ranks):
+        took = run.plan.steps
+        raise _refused(
+            run,
+            f"in {run.name}, only {name_ranks(alone)} took the {took} steps that were watched.",
+            why="these ranks may train something alone first, such as a teacher, while the others wait.",
+            fix=f"watch the training that follows too, as with --steps {10 * took}.",
         )
     # After the wanted steps the loaders are empty, which may make the script fail.
     unfinished = [log for log in run.ranks if log.steps < run.plan.steps]

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from paceline.audit import evidence
+from paceline.audit.digests import number_of_samples
 from paceline.audit.events import LoaderSeen
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
@@ -36,7 +38,7 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
             number: {
                 key: plain(value).clone()
                 for key, value in model.state_dict().items()
-                if isinstance(value, torch.Tensor)
+                if isinstance(value, torch.Tensor) and not is_lazy(value)
             }
             for number, model in models.by_number().items()
         }
@@ -48,8 +50,13 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
         for number, model in models.by_number().items():
             own = model.state_dict()
             for key, value in states.get(number, {}).items():
-                if isinstance(own.get(key), torch.Tensor) and own[key].shape == value.shape:
-                    progress.after_evaluation.append(_load(own[key], value))
+                mine = own.get(key)
+                if (
+                    isinstance(mine, torch.Tensor)
+                    and not is_lazy(mine)
+                    and mine.shape == value.shape
+                ):
+                    progress.after_evaluation.append(_load(mine, value))
 
 
 def _load(own: torch.Tensor, value: torch.Tensor) -> Callable[[], None]:
@@ -103,36 +110,47 @@ def batches(progress: Progress, loader: str, pass_number: int) -> Iterator[Any]:
         batch = torch.load(path, weights_only=False)
         if plan.mode == "divided":
             try:
-                batch = _part(batch, progress.rank, plan.world_size)
+                batch = _part(batch, number_of_samples(batch), progress.rank, plan.world_size)
             except _NoSamples:
                 return
         yield batch
 
 
-def _part(value: Any, rank: int, world_size: int) -> Any:
-    """Every `world_size`th sample of a collated batch, from sample `rank` on.
+def _part(value: Any, samples: int | None, rank: int, world_size: int) -> Any:
+    """Every `world_size`th sample of a collated batch of so many samples, from sample `rank` on.
 
     Raises:
         _NoSamples: this rank gets none.
     """
-    is_numbers = isinstance(value, list) and all(isinstance(x, str | int | float) for x in value)
-    if (isinstance(value, torch.Tensor) and value.dim()) or (is_numbers and value):
+    if (isinstance(value, torch.Tensor) and value.dim()) or _has_item_per_sample(value, samples):
         part = value[rank::world_size]
         if not len(part):
             raise _NoSamples
         return part
     if isinstance(value, Mapping):
-        parts = {key: _part(item, rank, world_size) for key, item in value.items()}
+        parts = {key: _part(item, samples, rank, world_size) for key, item in value.items()}
         kind: Any = type(value)
         return parts if kind is dict else kind(parts)
     if is_dataclass(value) and not isinstance(value, type):
         own = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        return replace(value, **{k: _part(item, rank, world_size) for k, item in own.items()})
+        return replace(
+            value, **{k: _part(item, samples, rank, world_size) for k, item in own.items()}
+        )
     if isinstance(value, list | tuple):
-        items = [_part(item, rank, world_size) for item in value]
+        items = [_part(item, samples, rank, world_size) for item in value]
         is_named = hasattr(value, "_fields")
         return type(value)(*items) if is_named else type(value)(items)
     return value  # such as a tensor of shape (), which belongs to the whole batch
+
+
+def _has_item_per_sample(value: Any, samples: int | None) -> bool:
+    """Whether it is a list with one item for each sample, such as the boxes of each image."""
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not value:
+        return False
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return True
+    # Otherwise each item holds all samples, such as the inputs and the labels.
+    return len(value) == samples and any(number_of_samples(item) != samples for item in value)
 
 
 def replayed_loaders(plan: RunPlan) -> dict[str, LoaderSeen]:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 from paceline.audit.events import WeightsChanged
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
@@ -79,10 +81,15 @@ class WeightTracer:
 
     def _elements(self) -> dict[int, Any]:
         """Some elements of each parameter, by its id."""
-        parameters = [p for model in self._models.called_or_wrapped() for p in model.parameters()]
+        models = self._models.called_or_wrapped()
+        parameters = [p for model in models for p in model.parameters() if not is_lazy(p)]
         self._reads += len(parameters)
         flat = [(id(p), plain(p).reshape(-1)) for p in parameters]
-        return {key: values[:: max(1, len(values) // _ELEMENTS)].tolist() for key, values in flat}
+        # NaN is not equal to itself.
+        return {
+            key: values[:: max(1, len(values) // _ELEMENTS)].nan_to_num().tolist()
+            for key, values in flat
+        }
 
 
 def _loads_samples() -> bool:

@@ -332,8 +332,8 @@ class _Search:
             self._times[quantity] += 1
             if event.samples != samples:
                 yield Difference(quantity, "", (samples, event.samples))
-            for name, x in first.values.items() if self._with_scores else ():
-                y = event.values.get(name, math.nan)
+            for name in first.values | event.values if self._with_scores else ():
+                x, y = (values.get(name, math.nan) for values in (first.values, event.values))
                 least = 0.0
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):
                     # Rounding may change the prediction for one sample.

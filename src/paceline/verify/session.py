@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 
 from paceline.audit import evidence
-from paceline.audit.audit import audit
+from paceline.audit.audit import AuditResult, audit
 from paceline.audit.events import TrainingBuilt
 from paceline.audit.evidence import Run
-from paceline.audit.refusals import refuse, refuse_early_exit
+from paceline.audit.refusals import Refused, refuse, refuse_early_exit
 from paceline.audit.run_plan import RunPlan
 from paceline.errors import ConfigError
 from paceline.launch.local_ranks import choose_threads
@@ -103,7 +103,15 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
                     why="such a script is audited; its runs are not compared with each other.",
                     fix=f"leave {name} out.",
                 )
-        audits = [audit(solo, count, run, folder, strict=options.strict) for count in counts]
+        audits: list[AuditResult] = []
+        for count in counts:
+            try:
+                audits.append(audit(solo, count, run, folder, strict=options.strict))
+            except Refused as refused:
+                if not any(each.faults for each in audits):
+                    raise
+                notes.append(f"with {count} processes it could not be verified: {refused.what}")
+                break
         return report_audits(audits, notes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -23,6 +23,7 @@ from paceline.audit.rules.rule import Rule
 # Rules whose faults also cause what other rules look for.
 _NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
+_DATASETS = "datasets differ between ranks"
 _SCALED = "gradient N times too large or small"
 _LOSS_OF_RANK = "loss depends on the rank"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
@@ -47,7 +48,7 @@ RULES = (
     ),
     Rule(_NO_SHARDS, shards.whole_dataset, needs_replicas=True),
     Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
-    Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
+    Rule(_DATASETS, shards.different_datasets, needs_replicas=True),
     Rule(
         "samples used unevenly",
         whole_run.uneven_use,
@@ -92,7 +93,9 @@ RULES = (
     Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
     # Ranks whose schedules differ have different weights.
     Rule(
-        _AVERAGED, evaluation.averaged_metric, consequence_of=(_EVALUATED_TWICE, _SCHEDULE_OF_RANK)
+        _AVERAGED,
+        evaluation.averaged_metric,
+        consequence_of=(_DATASETS, _EVALUATED_TWICE, _SCHEDULE_OF_RANK),
     ),
     Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(

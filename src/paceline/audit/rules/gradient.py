@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, dropwhile, takewhile
 
 import torch
@@ -17,7 +17,6 @@ from paceline.audit.events import (
     CommHookSet,
     DDPBuilt,
     Digests,
-    ForwardEnded,
     OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
@@ -349,13 +348,6 @@ def _inputs_of_step(log: RankLog) -> tuple[list[list[int] | None], list[Digests 
 
 def loss_of_rank(case: Case) -> Judgement:
     """The ranks compute different losses from the same batch with the same weights."""
-    judgement = _loss_of_first_batch(case)
-    if isinstance(judgement, FaultFound):
-        return judgement
-    return _loss_of_shared_batch(case) or judgement
-
-
-def _loss_of_first_batch(case: Case) -> Judgement:
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
         return NotJudged(case.why_no_replay or "the ranks divide each batch.")
@@ -370,45 +362,20 @@ def _loss_of_first_batch(case: Case) -> Judgement:
         return NotJudged("the ranks began step 1 with different weights, inputs or random states.")
     if _are_close(losses, _SAME_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
-    return _loss_fault(
-        run.ranks[0].first_backward,
-        losses,
+    backward, least, most = run.ranks[0].first_backward, min(losses), max(losses)
+    return FaultFound(
+        what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
+        "ones.",
+        at=backward.at,
+        step=backward.steps_done + 1,
         why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "
         "computed from one rank's part of the data.",
         fix="compute what the loss contains from the whole dataset, or alike on all ranks.",
+        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in losses)}",
+        effect=f"the losses differ by {abs(most / least - 1):.2%}"
+        if least
+        else f"the losses differ by {most:.3g}",
     )
-
-
-def _loss_of_shared_batch(case: Case) -> FaultFound | None:
-    """After some steps with their own samples, the ranks compute different losses from one batch."""
-    batches = [_shared_batch(log) for log in case.ranks]
-    begins = [
-        [(e.model, e.params, e.inputs, e.random) for e in forwards] for forwards, _ in batches
-    ]
-    backwards = [backward for _, backward in batches if backward is not None]
-    losses = _finite_losses(backwards)
-    is_same = bool(begins[0]) and all(own == begins[0] for own in begins)
-    if not is_same or len(losses) < len(batches) or _are_close(losses, _EQUAL_LOSS):
-        return None
-    fault = _loss_fault(
-        backwards[0],
-        losses,
-        why="the loss uses a state that each rank has built from its own samples, such as a running centre, "
-        "scale or queue. The mean over the ranks is then not the gradient of one loss.",
-        fix="reduce or gather what the state is updated with, so that it stays equal on all ranks.",
-    )
-    return replace(fault, is_note=True)  # it may be a choice
-
-
-def _shared_batch(log: RankLog) -> tuple[list[ForwardEnded], BackwardBegun | None]:
-    """The forwards of the batch that all ranks share, and the first backward after them."""
-    forwards: list[ForwardEnded] = []
-    for event in log.events:
-        if isinstance(event, ForwardEnded) and event.shared:
-            forwards.append(event)
-        elif isinstance(event, BackwardBegun) and forwards:
-            return forwards, event
-    return forwards, None
 
 
 def _finite_losses(backwards: Iterable[BackwardBegun]) -> list[float]:
@@ -419,22 +386,6 @@ def _finite_losses(backwards: Iterable[BackwardBegun]) -> list[float]:
 
 def _are_close(losses: list[float], rel_tol: float) -> bool:
     return math.isclose(min(losses), max(losses), rel_tol=rel_tol, abs_tol=_ZERO_LOSS)
-
-
-def _loss_fault(backward: BackwardBegun, losses: list[float], *, why: str, fix: str) -> FaultFound:
-    least, most = min(losses), max(losses)
-    return FaultFound(
-        what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
-        "ones.",
-        at=backward.at,
-        step=backward.steps_done + 1,
-        why=why,
-        fix=fix,
-        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in losses)}",
-        effect=f"the losses differ by {abs(most / least - 1):.2%}"
-        if least
-        else f"the losses differ by {most:.3g}",
-    )
 
 
 def mean_of_means(case: Case) -> Judgement:

@@ -227,7 +227,7 @@ def same_noise(case: Case) -> Judgement:
     for (noise, what, why, fix), model, one in product(_NOISES, models, case.ranks[:-1]):
         alike: dict[int, tuple[list[ForwardEnded], int]] = {}
         for other in case.ranks[one.rank + 1 :]:
-            both = (_with_own_batch(log, model) for log in (one, other))
+            both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
             pairs = [(a, b) for a, b in zip(*both, strict=False) if noise(a) is not None]
             same = [a for a, b in pairs if noise(a) == noise(b)]
             if noise is _inputs:
@@ -257,11 +257,6 @@ def same_noise(case: Case) -> Judgement:
         )
     figure = "draws no noise" if not is_drawn else "draws no equal noise on two ranks"
     return NoFault(f"the training {figure} from torch's global generators for its forwards.")
-
-
-def _with_own_batch(log: RankLog, model: int) -> list[ForwardEnded]:
-    # In the step with the shared batch, verification gives all ranks one random state.
-    return [e for e in log.training_forwards if e.model == model and not e.shared]
 
 
 def _seeded_by_library(log: RankLog, forward: ForwardEnded) -> bool:

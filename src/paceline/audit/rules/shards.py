@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.audit.events import BatchGiven, LoaderSeen, PassBegun, SeedSet
 from paceline.audit.evidence import RankLog
@@ -19,6 +20,10 @@ _WHOLE = 0.9
 _MIN_COMMON = 3
 # A loop without loaders is judged only if each rank ran at least this many forwards.
 _MIN_FORWARDS = 3
+# Values of one sample that differ by less differ by rounding.
+_close = partial(math.isclose, rel_tol=1e-3)
+# So many samples with other values are no accident.
+_MIN_CHANGED = 16
 
 
 def whole_dataset(case: Case) -> Judgement:
@@ -213,7 +218,7 @@ def _divides_batches(case: Case) -> bool:
 
 
 def different_datasets(case: Case) -> Judgement:
-    """A sampler divides one dataset over the ranks, and the ranks have different datasets."""
+    """A sampler divides one dataset over the ranks, but it is not one: it differs between ranks or runs."""
     if not all(log.of(SeedSet) for log in case.ranks):
         return NotJudged("the script sets no seed, so each rank may make samples of its own.")
     compared = 0
@@ -221,39 +226,72 @@ def different_datasets(case: Case) -> Judgement:
         loaders = [log.loaders.get(name) for log in case.ranks]
         if not all(loader and loader.sharding.get("num_replicas", 1) > 1 for loader in loaders):
             continue
-        contents = [_contents_by_index(log, name) for log in case.ranks]
-        if None in contents:
+        samples = [_samples_by_index(log, name) for log in case.ranks]
+        if None in samples:
             return NotJudged("samples change at random, so those of the ranks cannot be compared.")
-        known = Counter(i for own in contents for i in own or ())
+        known = Counter(i for own in samples for i in own or ())
         shared = [i for i, times in known.items() if times > 1]
-        differing = [i for i in shared if len({own[i] for own in contents if own and i in own}) > 1]
+        differing = [i for i in shared if len({own[i] for own in samples if own and i in own}) > 1]
         compared += len(shared)
+        fault = partial(
+            FaultFound,
+            at=case.ranks[0].loaders[name].at,
+            why="the sampler gives each index to one rank. If the ranks number, select or normalise the "
+            "samples in different ways, some samples are never used, or are used with other values.",
+        )
         if len(differing) >= _MIN_COMMON:
-            return FaultFound(
+            return fault(
                 what="the ranks have different datasets, which one sampler divides.",
-                at=case.ranks[0].loaders[name].at,
-                why="the sampler gives each index to one rank. If the ranks number, select or normalise the "
-                "samples in different ways, some samples are never used, or are used with other values.",
                 fix="build the dataset alike on all ranks, with one seed and from all samples; the sampler "
                 "then divides it.",
                 evidence=f"sample {differing[0]} is not the same on all ranks that read it",
                 effect=f"{len(differing)} of {len(shared)} samples that several ranks read differ between "
                 "them",
             )
+        solo = _samples_by_index(case.solo.ranks[0], name) or {}
+        of_ranks = {i: sample for own in samples for i, sample in (own or {}).items()}
+        both = solo.keys() & of_ranks.keys()
+        changed = [i for i in both if not _close(solo[i].magnitude, of_ranks[i].magnitude)]
+        found_again = {each.content for each in solo.values()}.intersection(
+            each.content for each in of_ranks.values()
+        )
+        is_permuted = len(found_again) > _OVERLAP * len(both)
+        if len(changed) > max(len(both) / 2, _MIN_CHANGED) and not is_permuted:
+            return fault(
+                what="the values of the samples depend on the number of processes.",
+                why="the ranks have one dataset, but not that of one process. Often a statistic of the ranks' "
+                "parts, such as the deviation of a normaliser, is averaged, or values that the ranks "
+                "computed are joined in a wrong order.",
+                fix="compute from the whole dataset, or from sums and counts; put gathered parts at the "
+                "indices that they were computed from.",
+                evidence=f"sample {changed[0]}: the absolute values of its floats sum up to "
+                f"{solo[changed[0]].magnitude:.6g} on one process, and to "
+                f"{of_ranks[changed[0]].magnitude:.6g} on {case.world_size}",
+                effect=f"{len(changed)} of {len(both)} samples have other values",
+            )
     return NoFault(f"{compared} samples were read by several ranks, and are the same on all.")
 
 
-def _contents_by_index(log: RankLog, name: str) -> dict[Any, int] | None:
-    """The content of each sample that a rank has read; None if it is not always the same.
+class _Sample(NamedTuple):
+    content: int  # its digest
+    magnitude: float  # see `SamplesLoaded`
+
+
+def _samples_by_index(log: RankLog, name: str) -> dict[Any, _Sample] | None:
+    """Each sample that a rank has read, by its index; None if it is not always the same.
 
     Samples that were read only once may be random, so they are left out unless others were read again.
     """
-    found: dict[Any, int] = {}
+    found: dict[Any, _Sample] = {}
     again = False
-    for index, content in _contents(log, name, "contents"):
-        again |= index in found
-        if found.setdefault(index, content) != content:
-            return None
+    for event in log.fetches:
+        if event.loader == name and len(event.ids or ()) == len(event.contents):
+            magnitudes = event.magnitudes or [0.0] * len(event.contents)
+            read = map(_Sample, event.contents, magnitudes)
+            for index, sample in zip(event.ids or (), read, strict=True):
+                again |= index in found
+                if found.setdefault(index, sample) != sample:
+                    return None
     return found if again else {}
 
 
@@ -314,10 +352,7 @@ def _known_by_few_labels(samples: list[Any]) -> bool:
 
 def _inputs_of_models(case: Case) -> Judgement:
     """Where the loading of samples is not known: compare the rows that the models were given."""
-    rows = [
-        [e.rows for e in log.training_forwards if e.rows is not None and not e.shared]
-        for log in case.ranks
-    ]
+    rows = [[e.rows for e in log.training_forwards if e.rows is not None] for log in case.ranks]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
         return NotJudged("without a DataLoader, too few inputs of the model were seen.")

@@ -40,16 +40,14 @@ def uneven_use(case: Case) -> Judgement:
     if _leaves_out(case.solo) or _leaves_out(case.ordinary):
         return NotJudged("a pass leaves out some samples, others in each pass.")
     batches = [_used_batches(log) for log in logs]
-    unknown = 0  # samples that a rank had to leave for those of rank 0
     if all(own and all(event.ids for event in own) for own in batches):
         solo, *counts = [Counter[Any](i for e in own for i in e.ids or ()) for own in batches]
     elif len({event.model for log in logs for event in log.training_forwards}) > 1:
         return NotJudged("several models are trained, and one may be given what another computed.")
     else:  # known by what the model was given
-        forwards = [[e for e in log.training_forwards if not e.shared] for log in logs]
-        solo, *counts = [Counter[Any](row for e in own for row in e.rows or ()) for own in forwards]
-        shared = (e for log in case.ranks for e in log.training_forwards if e.shared)
-        unknown = sum(len(e.rows or ()) for e in shared)
+        solo, *counts = [
+            Counter[Any](row for e in log.training_forwards for row in e.rows or ()) for log in logs
+        ]
         if not solo.keys() >= set().union(*counts):
             return NotJudged("some inputs are none of one process: they may be padded.")
     total = sum(counts, Counter[Any]())
@@ -67,7 +65,7 @@ def uneven_use(case: Case) -> Judgement:
     if share_of_one > _FEW:
         return NotJudged("one process does not use each sample equally often either.")
     usual, share = _unusual(total, solo, more)
-    if share <= _FEW + unknown / len(solo):
+    if share <= _FEW:
         return NoFault(f"each sample was used {_times(usual, more)}.")
     least, most = min(total[i] for i in solo), max(total.values())
     log = case.ranks[0]
