@@ -291,3 +291,16 @@ def test_another_number_of_evaluations_is_refused() -> None:
     at_two, at_three = {(2, "score"): 1.0}, {(3, "score"): 1.0}
     found = compare(runs(at_three, at_three, one=at_two), rtol=None, bitwise=False)
     assert found.verdict == "refused"
+
+
+@pytest.mark.parametrize("of_one", [True, False])
+def test_a_score_of_one_of_the_runs_only_is_a_difference(of_one: bool) -> None:
+    found = runs({(4, "score"): 0.5}, {(4, "score"): 0.5}, one={(4, "score"): 0.5})
+    for run in found[:1] if of_one else found[1:]:
+        for log in run.ranks:
+            event = log.events[-1]
+            assert isinstance(event, Evaluated)
+            log.events[-1] = replace(event, values={**event.values, "f1": 0.4})
+    difference = compare(found, rtol=None, bitwise=False).difference
+    assert difference is not None
+    assert (difference.quantity, difference.name) == ("evaluation", "f1")

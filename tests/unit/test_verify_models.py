@@ -11,12 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit.events import Event, NotReduced
+from paceline.audit.events import Event, ForwardEnded, NotReduced
 from paceline.audit.models import Models, ddp_of, inner_of
 from paceline.audit.progress import Progress
 from paceline.audit.record_loop import LoopHooks
+from paceline.audit.replay import begin_evaluation, save_weights
 from paceline.audit.run_plan import RunPlan
 
 
@@ -115,3 +120,43 @@ def test_parameters_of_no_called_model_have_names_of_their_own() -> None:
     assert names == ["a parameter of shape [3]", "a parameter of shape [3] (2)", names[0]]
     del one
     assert models.name_of(nn.Parameter(torch.zeros(3))) == "a parameter of shape [3] (3)"
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_forwards_after_one_that_raised_are_recorded(tmp_path: Path) -> None:
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), recorder, 0)
+    hooks = LoopHooks(progress, Models(recorder))
+    handles = [
+        register_module_forward_pre_hook(hooks.before_forward),
+        register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
+    ]
+    with pytest.raises(NotImplementedError):
+        Raises()(torch.ones(1, 2))
+    nn.Linear(2, 1)(torch.ones(3, 2))
+    for handle in handles:
+        handle.remove()
+    (forward,) = [event for event in events if isinstance(event, ForwardEnded)]
+    assert forward.samples == 3
+
+
+def test_a_lazy_module_before_its_first_forward_is_no_reason_to_fail(tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    for mode, solo in (("solo", None), ("mirrored", tmp_path)):
+        plan = RunPlan(tmp_path, cast(Any, mode), 1, 20, solo=solo)
+        progress, models = Progress(plan, recorder, 0), Models(recorder)
+        models.on_call(model, trains=True)
+        progress.evaluation = 1
+        begin_evaluation(progress, models)
+        save_weights(progress)
+        assert (tmp_path / "weights-1.pt").exists()

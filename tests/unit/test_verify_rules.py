@@ -1235,3 +1235,35 @@ def test_a_subset_of_a_dataset_without_a_length_has_no_root_samples(tmp_path: Pa
     subset = torch.utils.data.Subset(cast(Any, Endless()), range(8))
     seen = hooks._describe(DataLoader(subset, batch_size=4))
     assert (seen.samples, seen.root_samples, seen.batches) == (8, None, 2)
+
+
+def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
+    plan = RunPlan(Path("x"), "ordinary", 2, 20)
+    alone = [BackwardBegun(), OptimizerStepEnded(step=20), EndedByVerify()]
+    with pytest.raises(Refused, match="only rank 0 took the 20 steps") as caught:
+        refuse(Run(plan, [RankLog(0, alone, []), RankLog(1, [], [])], 0))
+    assert "--steps 200" in caught.value.fix
+    # One rank steps for all.
+    refuse(
+        Run(plan, [RankLog(0, alone, []), RankLog(1, [BackwardBegun(), EndedByVerify()], [])], 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "part"),
+    [
+        ([torch.arange(4.0), torch.arange(4)], [torch.tensor([1.0, 3.0]), torch.tensor([1, 3])]),
+        (  # the images of a detector, and the boxes of each
+            (torch.arange(4.0), [{"boxes": torch.ones(n, 4)} for n in range(4)]),
+            (torch.tensor([1.0, 3.0]), [{"boxes": torch.ones(n, 4)} for n in (1, 3)]),
+        ),
+        (
+            {"x": torch.arange(2.0), "pair": (torch.arange(2.0), torch.arange(2.0))},
+            {"x": torch.tensor([1.0]), "pair": (torch.tensor([1.0]), torch.tensor([1.0]))},
+        ),
+        ([torch.arange(4.0), [5, 6, 7, 8]], [torch.tensor([1.0, 3.0]), [6, 8]]),
+    ],
+)
+def test_the_part_of_a_batch(batch: Any, part: Any) -> None:
+    found = replay._part(batch, replay.number_of_samples(batch), 1, 2)
+    torch.testing.assert_close(found, part)

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.audit.audit import AuditResult
+from paceline.audit.evidence import RankLog, Run
+from paceline.audit.refusals import Refused
+from paceline.audit.rules.rule import Case, FaultFound, Judgement
 from paceline.audit.run_plan import RunPlan
+from paceline.verify import session
 from paceline.verify.session import VerifyOptions, _timeout_s
 
 OPTIONS = VerifyOptions(
@@ -36,3 +41,31 @@ def test_a_replay_may_take_ten_times_as_long_as_the_runs_before(
 
 def test_no_replay_takes_longer_than_the_user_allows() -> None:
     assert _timeout_s(DIVIDED, replace(OPTIONS, timeout_s=10), 5.0) == 10
+
+
+def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solo = Run(DIVIDED, [RankLog(0, [], [])], 0)
+    monkeypatch.setattr(session, "preload", lambda: None)
+    monkeypatch.setattr(session, "refuse", lambda run: None)
+    monkeypatch.setattr(session, "_run", lambda plan, options: solo)
+    fault = FaultFound(what="w", at="t.py:1", why="y", fix="f", evidence="e", effect="x")
+    judgements: dict[str, Judgement] = {}
+
+    def audit(run: Run, count: int, *_: object, strict: bool) -> AuditResult:
+        if count == 3:
+            raise Refused("at most 2 processes")
+        return AuditResult(Case(run, replace(run, plan=ORDINARY)), judgements)
+
+    monkeypatch.setattr(session, "audit", audit)
+    options = replace(OPTIONS, counts=[1, 2, 3])
+    with pytest.raises(Refused):
+        session.verify(options, lambda text: None)
+    judgements["a rule"] = fault
+    result = session.verify(options, lambda text: None)
+    assert result.exit_code == 1
+    assert result.lines[-2:] == [
+        "note: with 3 processes it could not be verified: at most 2 processes",
+        "1 fault found: a rule",
+    ]

@@ -71,3 +71,22 @@ def test_the_cost_of_the_search_is_bounded(
         assert isinstance(event, WeightsChanged)
         line = int(event.at.partition(":")[2].partition(" ")[0])
         assert "model[3].weight.data" in linecache.getline(__file__, line)
+
+
+def test_a_weight_that_is_not_a_number_does_not_change_by_itself() -> None:
+    events: list[Event] = []
+    progress: Any = SimpleNamespace(
+        plan=RunPlan(Path("x"), "ordinary", 2, 20),
+        recorder=SimpleNamespace(write=events.append),
+        steps=3,
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    torch.nn.init.constant_(model[0].weight, float("nan"))
+    tracer = WeightTracer(progress, cast(Any, SimpleNamespace(called_or_wrapped=lambda: [model])))
+    before = sys.gettrace()
+    tracer.start()
+    for _ in range(3):
+        pass
+    tracer.stop()
+    sys.settrace(before)
+    assert events == []

@@ -259,8 +259,8 @@ def different_datasets(case: Case) -> Judgement:
         if len(changed) > max(len(both) / 2, _MIN_CHANGED) and not is_permuted:
             return fault(
                 what="the values of the samples depend on the number of processes.",
-                why="the ranks have one dataset, but not that of one process. Often a statistic of the ranks' "
-                "parts, such as the deviation of a normaliser, is averaged, or values that the ranks "
+                why="the ranks have one dataset, but not that of one process. Often a statistic of the "
+                "ranks' parts, such as the deviation of a normaliser, is averaged, or values that the ranks "
                 "computed are joined in a wrong order.",
                 fix="compute from the whole dataset, or from sums and counts; put gathered parts at the "
                 "indices that they were computed from.",
