@@ -181,6 +181,12 @@ class Scaled(Block):
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
 
+class Buffered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(()))
+
+
 def _started_on_meta(job: Any) -> Any:
     with torch.device("meta"):
         net = Net()
@@ -363,6 +369,7 @@ WRONG = {
     "offload": "cpu_offload has no effect",
     "prefetch": "prefetch must be a number of blocks",
     "meta": "blocks.1 (Scaled) is on the meta device and has no `reset_parameters`",
+    "unfilled": "`reset_parameters` of Buffered does not fill 'scale'",
     "large": "the parameters of blocks.1 need 3725.3 GiB; the device has",
     "ddp": "ddp keeps the whole model on each rank, but the mesh is dp_shard=2",
     "exact": "reproducible",
@@ -388,6 +395,9 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "meta":
         with torch.device("meta"):
             net.blocks[1] = Scaled()
+    if kind == "unfilled":
+        with torch.device("meta"):
+            net.blocks[1] = Buffered()
     if kind == "large":
         with torch.device("meta"):
             net.blocks[1] = nn.Linear(10**6, 10**6)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import GPT, Block, make_tokens, token_loss
+import torch.nn.functional as F
+from small_gpt import GPT, HEADS, WIDTH, Attention, Block, make_tokens, token_loss
 from small_trainings import refusals
 from torch import nn
 
@@ -28,8 +29,42 @@ PLAN = {
 }
 
 
+class _Scale(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full(shape, 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class _Normed(Attention):
+    """Has parameters between its split layers: norms of the heads, as in Qwen3, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(WIDTH // HEADS), nn.RMSNorm(WIDTH // HEADS)
+        self.scale = _Scale(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))
+        heads = [y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        out: torch.Tensor = self.wo(self.scale(y.transpose(1, 2).flatten(2)))
+        return out
+
+
+def _with_parameters_between() -> GPT:
+    net = GPT()
+    for layer in net.layers:
+        layer.attention = _Normed()
+        layer.ffn_norm = _Scale(WIDTH)
+    net.layers[1].attention_norm.requires_grad_(False)
+    return net
+
+
 def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
-    net = GPT().double()
+    net = options.pop("net", GPT)().double()
     with torch.no_grad():
         net.norm.bias.add_(job.rank)  # ranks begin with the weights of rank 0
         if options.pop("tied", False):
@@ -87,6 +122,25 @@ def _each(job: Any) -> list[Result]:
 def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
     want = run_ranks(_train, None, 5, nproc=1)[0]
     for results in run_ranks(_each, nproc=nproc, mesh=mesh):
+        for got in results:
+            _assert_close(got, want)
+
+
+BETWEEN = {**PLAN, "layers.*.attention.scale": "sequence"}
+
+
+def _each_between(job: Any) -> list[Result]:
+    options = [
+        {"plan": BETWEEN},
+        {"plan": {**BETWEEN, "layers.*.ffn_norm": "sequence"}, "sequence": True},
+    ]
+    return [_train(job, None, 5, net=_with_parameters_between, **each) for each in options]
+
+
+@pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS[:2])
+def test_parameters_between_split_layers_train_as_on_one_process(nproc: int, mesh: Mesh) -> None:
+    want = run_ranks(_each_between, nproc=1)[0][0]
+    for results in run_ranks(_each_between, nproc=nproc, mesh=mesh):
         for got in results:
             _assert_close(got, want)
 
@@ -162,13 +216,13 @@ def test_a_checkpoint_is_resumed_on_other_layouts(tmp_path: Path) -> None:
     _assert_close((want[0][:6] + got[0], want[1][:6] + got[1], got[2]), want)
 
 
-def _llama(job: Any) -> tuple[list[float], int]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _qwen(job: Any) -> tuple[list[float], int]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 12}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = paceline.tensor_parallel(job, LlamaForCausalLM(config).double())
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    model = paceline.tensor_parallel(job, Qwen3ForCausalLM(config).double())
     held = sum(paceline.parallel.modules.local(p).numel() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_tokens(8), global_batch=4)
@@ -187,9 +241,9 @@ def _llama(job: Any) -> tuple[list[float], int]:
 
 @pytest.mark.ci
 def test_the_plan_of_a_hugging_face_model() -> None:
-    pytest.importorskip("transformers")
-    (want, whole), *_ = run_ranks(_llama, nproc=1)
-    for got, held in run_ranks(_llama, nproc=2, mesh=Mesh(tp=2)):
+    pytest.importorskip("transformers", minversion="4.51")
+    (want, whole), *_ = run_ranks(_qwen, nproc=1)
+    for got, held in run_ranks(_qwen, nproc=2, mesh=Mesh(tp=2)):
         assert got == pytest.approx(want, rel=1e-10)
         assert held < 0.55 * whole
 
@@ -218,7 +272,9 @@ WRONG = {
     "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
     "unknown": "no plan for tensor parallel is known for Linear",
     "halves": "no plan for tensor parallel is known for Halves",
-    "norms": "layers.0.attention.q_norm normalises the heads of an attention module that is split",
+    "between": "different gradients of layers.0.attention.scale.weight, layers.1.attention.scale.weight.",
+    "part": "different gradients of layers.0.ffn_norm.weight, layers.1.ffn_norm.weight.",
+    "fused": "plan: fc1 has 16 output features; the layer after it takes 8",
     "twice": "wrapped by paceline.tensor_parallel already.\n  why:   a model is wrapped once; only "
     "paceline.fsdp may follow paceline.tensor_parallel.",
     "loss": "loss_parallel has no effect",
@@ -269,8 +325,12 @@ def _refused(job: Any, kind: str) -> None:
         net = nn.Linear(2, 2)
     if kind == "halves":
         net = Halves()
-    if kind == "norms":
-        net.layers[0].attention.q_norm = nn.RMSNorm(4)
+    if kind == "fused":
+        net, options["plan"] = Halves(), {"fc1": "colwise", "fc2": "rowwise"}
+    if kind in ("between", "part"):
+        net = _with_parameters_between()
+    if kind == "part":
+        options |= {"plan": BETWEEN, "sequence": True}
     if kind == "sequence":
         net, options["sequence"] = net.layers[0].feed_forward, True
     options |= {"loss_parallel": True} if kind == "loss" else {}
@@ -288,14 +348,18 @@ def _refused(job: Any, kind: str) -> None:
         paceline.tensor_parallel(job, net)
     optimizer = early if kind == "early" else torch.optim.SGD(net.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_tokens(8), global_batch=4)
-    paceline.Training(
+    training = paceline.Training(
         job,
         net,
         optimizer,
         batches,
+        count="tokens",
         precision="fp16" if kind == "fp16" else "fp32",
         reproducible=kind == "exact",
     )
+    for step in training.steps(until=1):
+        step.run(lambda batch: token_loss(net, batch))
+        step.update()
 
 
 def test_data_ranks_need_fsdp() -> None:

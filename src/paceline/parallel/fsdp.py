@@ -30,6 +30,7 @@ from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
+from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes, read_memory
@@ -54,6 +55,11 @@ from paceline.parallel.modules import (
 from paceline.parallel.strategy import STRATEGIES, Strategy
 
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
+
+# Gradients of the same computation differ by rounding, also with kernels that add in any order. Gradients of
+# different heads or parts of the sequence differ by about their own size, and rarely by less than this.
+_GRADIENT_TOLERANCE = 0.05
+_COMPARISONS = 5  # of each parameter's gradients: one difference may be small by chance
 
 
 @checks_arguments
@@ -158,7 +164,7 @@ def fsdp(
             if is_meta:
                 _allocate(layer, job.device, init)
             for p in layer.parameters():
-                if job.data.group is not None and not _is_split_over_data(p):
+                if job.data.group is not None and not _has_axis(p, "dp_shard"):
                     dist.broadcast(local(p.detach()), group=job.data.group, group_src=0)
             # The parameters of the root are needed when backward begins, so they stay gathered.
             frees = reshard_after_forward and layer is not module
@@ -195,8 +201,8 @@ def _data_mesh(job: Job) -> DeviceMesh:
     return mesh
 
 
-def _is_split_over_data(p: torch.Tensor) -> bool:
-    return isinstance(p, DTensor) and "dp_shard" in (p.device_mesh.mesh_dim_names or ())
+def _has_axis(p: torch.Tensor, axis: str) -> bool:
+    return isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ())
 
 
 def _repeated_layer(job: Job, module: nn.Module) -> list[type[nn.Module]]:
@@ -279,6 +285,8 @@ def _allocate(
         for name, tensor in own:
             if tensor not in new:
                 empty = torch.empty_like(tensor, device=device)
+                if empty.is_floating_point():
+                    empty.fill_(math.nan)  # to see below whether it was filled
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             setattr(layer, name, new[tensor])
@@ -287,6 +295,14 @@ def _allocate(
                 init(layer)
         elif own:
             layer.reset_parameters()  # type: ignore[operator]
+            for name, _ in own:
+                tensor = getattr(layer, name)
+                if tensor.numel() and tensor.isnan().all():
+                    raise ConfigError(
+                        f"`reset_parameters` of {type(layer).__name__} does not fill {name!r}.",
+                        why="the module was on the meta device, so its values are not known.",
+                        fix="pass init=, a function that fills the parameters and buffers of one submodule.",
+                    )
 
 
 def _prefetch(module: nn.Module, number: int) -> None:
@@ -339,6 +355,7 @@ class FSDPStrategy(Strategy):
                 f"{self._job.data.size} data ranks.",
                 fix="model = paceline.fsdp(job, model, blocks=...) after tensor_parallel.",
             )
+        self._compared: Counter[torch.Tensor] = Counter()  # see `_refuse_partial`
         if len(self._optimizers) > 1:
             raise ConfigError(
                 f"training sharded models supports one optimizer, got {len(self._optimizers)}.",
@@ -356,7 +373,7 @@ class FSDPStrategy(Strategy):
             unknown = [
                 n
                 for n, p in named.items()
-                if p.requires_grad and self._roots and not _is_split_over_data(p)
+                if p.requires_grad and self._roots and not _has_axis(p, "dp_shard")
             ]
             owned -= {id(p) for p in named.values()}
             if unknown:
@@ -393,14 +410,14 @@ class FSDPStrategy(Strategy):
         return _whole(loss)  # with loss_parallel the loss is a DTensor
 
     def check_precision(self, precision: str) -> None:
-        if precision == "fp16" and self._is_mixed():
+        if precision == "fp16" and self._has_several_meshes():
             raise ConfigError(
                 "precision='fp16' is not supported with tensor_parallel.",
                 why="torch's loss scaler cannot check gradients that are split over different ranks.",
                 fix="use 'bf16'.",
             )
 
-    def _is_mixed(self) -> bool:
+    def _has_several_meshes(self) -> bool:
         parameters = [p for model in self._models for p in model.parameters()]
         return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
 
@@ -418,11 +435,49 @@ class FSDPStrategy(Strategy):
                 why="FSDP sums the gradients of a block together, so each rank must have all of them.",
                 fix="freeze unused parameters with requires_grad_(False) before paceline.fsdp(...).",
             )
+        self._refuse_partial()
         for group in optimizer.param_groups:
             for p in group["params"]:
                 # With sequence=True each rank has the sum over its part of the sequence only.
                 if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                     p.grad = p.grad.redistribute(placements=p.placements)
+
+    def _refuse_partial(self) -> None:
+        """Refuse parameters that the ranks of the axis tp hold whole, but whose gradients differ.
+
+        torch adds up the gradients that go back through a split layer. Those of a parameter that is used
+        between two split layers do not. They are compared in the first steps in which they are not 0.
+        """
+        if self._job.mesh is None or self._job.mesh.tp == 1:
+            return
+        whole = {
+            p: name
+            for model in self._models
+            for name, p in model.named_parameters()
+            if p.grad is not None and not _has_axis(p, "tp") and self._compared[p] < _COMPARISONS
+        }
+        if not whole:
+            return
+        gradients = [local(p.grad) for p in whole if p.grad is not None]
+        own = [*torch._foreach_norm(gradients), *(g.sum() for g in gradients)]
+        packed = torch.stack([value.double() for value in own]).to(self._job.device)
+        group = self._job.device_mesh["tp"].get_group()
+        # Shape (ranks, norm and sum, parameters).
+        rows = collectives.gather_rows(self._job, packed, group).view(-1, 2, len(whole))
+        differences = (rows - rows[0]).abs().amax((0, 1))
+        sizes = rows.abs().amax((0, 1))
+        is_partial = (differences > _GRADIENT_TOLERANCE * sizes).tolist()
+        self._compared.update(p for p, size in zip(whole, sizes.tolist(), strict=True) if size)
+        names = [name for name, wrong in zip(whole.values(), is_partial, strict=True) if wrong]
+        if names:
+            raise self._error(
+                f"the ranks of the axis tp have different gradients of {listed(names)}.",
+                why="the forward uses them between two split layers or on a part of the sequence, so each "
+                "rank has the gradient of its own part.",
+                fix='give their modules the style "sequence" in plan=, which adds up the gradients; or leave '
+                "the layers around them out of the plan, or freeze them.",
+                names=names,
+            )
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         own = self._own_norm(gradients, norm_type)
@@ -447,18 +502,18 @@ class FSDPStrategy(Strategy):
             # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
             largest = [g.abs().max() for g in parts if g.numel()]
             return torch.stack(largest or [parts[0].new_zeros(())]).max()
-        by_copies: dict[int, list[torch.Tensor]] = {}
+        by_holders: dict[int, list[torch.Tensor]] = {}
         for g, part in zip(gradients, parts, strict=True):
-            by_copies.setdefault(self._copies(g), []).append(part)
+            by_holders.setdefault(self._num_holders(g), []).append(part)
         shares = [
-            get_total_norm(each, norm_type, foreach=True) / copies ** (1 / norm_type)
-            for copies, each in by_copies.items()
+            get_total_norm(each, norm_type, foreach=True) / number ** (1 / norm_type)
+            for number, each in by_holders.items()
         ]
         stacked = torch.stack(shares)  # in float64, in which a large power does not overflow
         own: torch.Tensor = torch.linalg.vector_norm(stacked.double(), norm_type)
         return own.to(stacked.dtype)
 
-    def _copies(self, tensor: torch.Tensor) -> int:
+    def _num_holders(self, tensor: torch.Tensor) -> int:
         """The number of ranks of the job that hold the same part of a tensor."""
         if not isinstance(tensor, DTensor):
             return self._job.world_size

@@ -55,6 +55,7 @@ _STYLES = {
     "colwise_rep": GATHERED,  # in older releases of Transformers
     _EMBEDDING: _EMBEDDING,
     SEQUENCE: SEQUENCE,
+    "replicated_with_grad_allreduce": SEQUENCE,  # Hugging Face's name
 }
 # Usual names of linear layers: (inputs of a module, its output). A module is split if all its linear layers
 # have such names, with at least one input and one output.
@@ -95,9 +96,10 @@ def tensor_parallel(
     Args:
         plan: For names of submodules, with `*` as in `"layers.*.attention.wq"`: "colwise" (split the output
             features), "rowwise" (split the input features and add up the outputs),
-            "colwise_gather_output", "embedding_rowwise", or a `ParallelStyle` of torch. None takes the
-            module's own `tp_plan`, as Hugging Face's models have it, or finds attention and feed-forward
-            modules by the usual names of their linear layers. Rank 0 logs it.
+            "colwise_gather_output", "embedding_rowwise", "sequence" (a module without split weights that
+            gets a part of the heads or of the sequence; its gradients are added up), or a `ParallelStyle`
+            of torch. None takes the module's own `tp_plan`, as Hugging Face's models have it, or finds
+            attention and feed-forward modules by the usual names of their linear layers. Rank 0 logs it.
         sequence: Split the sequence (dim 1 of activations, a multiple of the number of ranks) between the
             layers, so that norms and dropout need less memory. For models that repeat a block with norms,
             attention and feed-forward.
@@ -106,7 +108,8 @@ def tensor_parallel(
 
     Raises:
         ConfigError: a name of the plan matches no submodule; features or heads do not divide by the number of
-            ranks; no plan is known; the module is split already; an option has no effect.
+            ranks; `plan` splits a fused layer; no plan is known; the module is split already; an option has
+            no effect.
         RankDisagreement: the ranks' parameters differ.
 
     Collective: all ranks, once for each model, in the same order.
@@ -118,6 +121,9 @@ def tensor_parallel(
     whole_plan = _known_plan(module) if plan is None else plan
     styles = _resolve(module, whole_plan)
     _refuse_uneven(module, styles, size)
+    if plan is not None:
+        _refuse_fused(module, styles)
+    styles |= dict.fromkeys(_norms_of_heads(module, styles), SEQUENCE)
     blocks = _sequence_blocks(module, styles) if sequence else []
     if loss_parallel and GATHERED not in styles.values():
         raise ConfigError(
@@ -126,7 +132,6 @@ def tensor_parallel(
         )
     if size == 1:
         return module
-    _refuse_norms_of_heads(module, styles)
     agree_on_parameters(job, module, f"{styles=}, {sequence=}, {loss_parallel=}")
     mesh: DeviceMesh = job.device_mesh["tp"]
     broadcast_state(job, module, mesh.get_group())
@@ -137,7 +142,10 @@ def tensor_parallel(
         )
         for name, style in styles.items()
     }
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     parallelize_module(module, mesh, torch_plan, src_data_rank=None)
+    for name in frozen:  # SequenceParallel makes all parameters trainable
+        module.get_parameter(name).requires_grad_(False)
     _tie_again(module, tied)
     _divide_heads(module, styles, size)
     if sequence:
@@ -223,17 +231,38 @@ def _refuse_uneven(module: nn.Module, styles: Mapping[str, str | ParallelStyle],
             )
 
 
-def _refuse_norms_of_heads(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> None:
-    for path in sorted({n.rpartition(".")[0] for n, style in styles.items() if style == COLWISE}):
-        for child, layer in module.get_submodule(path).named_children():
-            name = f"{path}.{child}" if path else child
-            is_trained = any(p.requires_grad for p in layer.parameters())
-            if child in _HEAD_NORMS and is_trained and name not in styles:
-                raise ConfigError(
-                    f"{name} normalises the heads of an attention module that is split.",
-                    why="each rank would get the gradient of its own heads only.",
-                    fix="give a `plan` without the layers of this module, or freeze the norm.",
-                )
+def _refuse_fused(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> None:
+    """Refuse a layer with more outputs than the next layer has inputs: the forward cuts its output."""
+    inputs: dict[str, int] = {}  # by the module that holds the layer
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        if style == ROWWISE:
+            layer: Any = module.get_submodule(name)
+            inputs[parent] = max(inputs.get(parent, 0), layer.in_features)
+    for name, style in styles.items():
+        layer, most = module.get_submodule(name), inputs.get(name.rpartition(".")[0])
+        if style == COLWISE and most is not None and layer.out_features > most:
+            raise ConfigError(
+                f"plan: {name} has {layer.out_features} output features; the layer after it takes {most}.",
+                why="the forward cuts its output, as with a fused layer for q, k and v. A rank has a part "
+                "of the features only, so it would cut at other ones.",
+                fix="use one linear layer for each part, or leave these layers out of the plan. If the "
+                "features of each head lie side by side, pass ColwiseParallel() of torch, and divide the "
+                "module's number of heads by tp.",
+            )
+
+
+def _norms_of_heads(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> list[str]:
+    """Trained norms of queries and keys in split attention modules. Each rank gives them its own heads."""
+    parents = {name.rpartition(".")[0] for name, style in styles.items() if style == COLWISE}
+    return [
+        name
+        for name, layer in module.named_modules()
+        if name.rpartition(".")[2] in _HEAD_NORMS
+        and name.rpartition(".")[0] in parents
+        and name not in styles
+        and any(p.requires_grad for p in layer.parameters())
+    ]
 
 
 def _heads(
