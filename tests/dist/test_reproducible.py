@@ -174,13 +174,14 @@ def _sum_of_small_gradients(job: Any) -> list[list[float]]:
     for dtype, values in SMALL.items():
         p = nn.Parameter(torch.zeros(2, dtype=dtype))
         total = ExactSum(job, [p], most_micro_batches=job.world_size)
-        while True:
-            total.begin()
-            p.grad = torch.tensor(values, dtype=dtype)
-            total.add()
-            if total.all_fitted():
-                break
-        total.finish()
+        for gradient in (torch.ones(2, dtype=dtype), torch.tensor(values, dtype=dtype)):
+            while True:
+                total.begin()
+                p.grad = gradient.clone()
+                total.add()
+                if total.all_fitted():
+                    break
+            total.finish()
         assert p.grad is not None
         sums.append((p.grad.double() / job.world_size).tolist())
     return sums
@@ -198,7 +199,7 @@ SMALL = {
 def test_gradients_of_every_type_and_size_are_summed(nproc: int) -> None:
     for sums in run_ranks(_sum_of_small_gradients, nproc=nproc):
         for got, want in zip(sums, SMALL.values(), strict=True):
-            assert got == pytest.approx(want, rel=1e-3)
+            assert got == pytest.approx(want, rel=1e-3, abs=0)
 
 
 def _close_to_normal(job: Any, reproducible: bool) -> list[float]:
@@ -277,13 +278,17 @@ class _Numbers(IterableDataset):  # type: ignore[type-arg]
 
 
 class _Counting(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, in_place: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros(()))
+        self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        if self.in_place:
+            self.calls += 1
+        else:
+            self.calls = self.calls + 1
         out: torch.Tensor = self.linear(x)
         return out
 
@@ -346,7 +351,9 @@ def test_the_uses_of_batchnorm_are_read_once_in_a_step() -> None:
 
 
 def _refused(job: Any, kind: str) -> None:
-    model: nn.Module = _Counting() if kind == "buffer" else _net(batchnorm=True)
+    model: nn.Module = _net(batchnorm=True)
+    if "buffer" in kind:
+        model = _Counting(in_place=kind == "buffer")
     if kind == "norm twice":
         model = _Twice()
     if kind == "sparse":
@@ -379,6 +386,7 @@ WRONG = {
     "stream": "ConfigError",
     "syncbn": "ConfigError",
     "buffer": "ConfigError",
+    "assigned buffer": "ConfigError",
     "norm twice": "ConfigError",
     "threads": "ConfigError",
     "nan": "NonFinite",
@@ -388,6 +396,7 @@ WRONG = {
 def test_what_cannot_be_reproducible_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+        assert "changes the buffer 'calls'" in found["assigned buffer"][1]
         assert "layer 'norm' ran 2 times in one micro-batch" in found["norm twice"][1]
         assert "got 'two'" in found["threads"][1]
 

@@ -38,6 +38,7 @@ from paceline.parallel.strategy import Strategy
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
 _MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
+_LEAST_BITS = 24  # of the largest element of a gradient, as many as float32 has
 _CHUNK = 1 << 15  # elements converted at once, so that the intermediate values stay in the cache
 _UNKNOWN = -(2**30)  # exponent of zero, or of a parameter without a gradient
 _INFINITE = 2**30
@@ -79,20 +80,22 @@ class ExactStrategy(ReplicaStrategy):
                 "reproducible training normalises each micro-batch separately, not over ranks.",
                 fix="leave sync_batchnorm out: plain BatchNorm gives the same on any number of ranks.",
             )
-        self._folds = [
-            _BatchNormFold(layer)
+        self._batchnorms = [
+            _OrderedBatchNorm(layer)
             for module in modules
             for layer in syncbn.batchnorms(module)
             if layer.track_running_stats
         ]
-        folded = {id(b) for fold in self._folds for b in fold.layer.buffers()}
+        ordered = {id(batchnorm.layer) for batchnorm in self._batchnorms}
+        # Name, layer, and attribute: a forward may assign another tensor.
         self._other_buffers = [
-            (name, buffer)
+            (f"{path}.{attribute}" if path else attribute, layer, attribute)
             for module in modules
-            for name, buffer in module.named_buffers()
-            if id(buffer) not in folded
+            for path, layer in module.named_modules()
+            for attribute, _ in layer.named_buffers(recurse=False)
+            if id(layer) not in ordered
         ]
-        self._versions: list[int] = []  # of the other buffers when the step began
+        self._buffers_before: list[tuple[Any, int]] = []  # when the step began
         self._step_offset = 0
         _fix_kernels(self._job)
 
@@ -102,7 +105,7 @@ class ExactStrategy(ReplicaStrategy):
         return alone or super().fits(job, models, optimizers)
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters of the optimizers that have a gradient now; some may be frozen or added later."""
+        """The parameters of the optimizers that require a gradient now; later it may be others."""
         trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
         return list(trained.values())  # once, if several optimizers own one
 
@@ -116,9 +119,9 @@ class ExactStrategy(ReplicaStrategy):
             self._sum = self._sum_of_trained()
             self._sum.load_exponents(self._loaded_exponents)
         self._sum.begin()
-        for fold in self._folds:
-            fold.begin(-(-step.num_samples // self._micro_batch))
-        self._versions = self._buffer_versions()
+        for batchnorm in self._batchnorms:
+            batchnorm.begin(-(-step.num_samples // self._micro_batch))
+        self._buffers_before = self._read_other_buffers()
 
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
@@ -127,13 +130,13 @@ class ExactStrategy(ReplicaStrategy):
 
     def _num_forwards(self) -> torch.Tensor:
         """The forwards of each BatchNorm layer so far, on its device; reading them would wait for it."""
-        counts = [fold.layer.num_batches_tracked for fold in self._folds]
+        counts = [batchnorm.layer.num_batches_tracked for batchnorm in self._batchnorms]
         return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
-    def _refuse_second_use(self, fold: _BatchNormFold, uses: int) -> None:
+    def _refuse_second_use(self, batchnorm: _OrderedBatchNorm, uses: int) -> None:
         if uses > 1:
             named = (pair for model in self._models for pair in unwrap(model).named_modules())
-            name = next(name for name, module in named if module is fold.layer)
+            name = next(name for name, module in named if module is batchnorm.layer)
             raise ConfigError(
                 f"the BatchNorm layer {name!r} ran {uses} times in one micro-batch.",
                 where=self._job.where(),
@@ -155,50 +158,54 @@ class ExactStrategy(ReplicaStrategy):
         self._earlier_forwards = self._num_forwards() - uses
         self._sum.add()
         index = (micro.offset - self._step_offset) // self._micro_batch
-        for fold, each in zip(self._folds, uses, strict=True):
-            fold.record(index, each)
+        for batchnorm, each in zip(self._batchnorms, uses, strict=True):
+            batchnorm.record(index, each)
 
     def end_micro_batches(self) -> bool:
-        changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
-        for (name, _), before, after in changed:
-            if before != after:
+        pairs = zip(self._buffers_before, self._read_other_buffers(), strict=True)
+        for (name, _, _), ((old, count), (new, new_count)) in zip(
+            self._other_buffers, pairs, strict=True
+        ):
+            if count != new_count if old is new else not torch.equal(old, new):
                 raise ConfigError(
                     f"the forward changes the buffer {name!r}, in the order of this rank's samples.",
                     why="reproducible training can restore the order for BatchNorm's buffers only.",
                     fix="leave reproducible=True out, or remove the update of the buffer.",
                 )
         fitted = self._sum.all_fitted()
-        for fold in self._folds:
-            fold.restore()
+        for batchnorm in self._batchnorms:
+            batchnorm.restore()
         if fitted:
-            self._fold_batchnorms()
+            self._update_batchnorms()
             self._sum.finish()
         return not fitted
 
     def leave_step(self) -> None:
         super().leave_step()
-        for fold in self._folds:
-            fold.restore()
+        for batchnorm in self._batchnorms:
+            batchnorm.restore()
 
-    def _buffer_versions(self) -> list[int]:
+    def _read_other_buffers(self) -> list[tuple[Any, int]]:
+        """Each buffer that is not BatchNorm's, and the number of times that it was changed in place."""
         version = torch_private.find("torch.Tensor._version")
-        return [0 if version is None else version.__get__(b) for _, b in self._other_buffers]
+        buffers = [getattr(layer, attribute) for _, layer, attribute in self._other_buffers]
+        return [(b, version.__get__(b) if version else 0) for b in buffers]
 
-    def _fold_batchnorms(self) -> None:
-        if not self._folds:
+    def _update_batchnorms(self) -> None:
+        if not self._batchnorms:
             return
         # Each row is nonzero on one rank only, so this sum is exact.
-        tables = torch.cat([fold.table.reshape(-1) for fold in self._folds])
-        packed = collectives.all_reduce(self._job, tables)
-        parts = torch.split(packed, [fold.table.numel() for fold in self._folds])
-        for fold, part in zip(self._folds, parts, strict=True):
-            fold.table.copy_(part.view_as(fold.table))
+        tables = [batchnorm.table for batchnorm in self._batchnorms]
+        packed = collectives.all_reduce(self._job, torch.cat([t.reshape(-1) for t in tables]))
+        parts = torch.split(packed, [table.numel() for table in tables])
+        for table, part in zip(tables, parts, strict=True):
+            table.copy_(part.view_as(table))
         # One transfer for all layers.
-        uses = torch.stack([fold.table[:, 2, 0].long() for fold in self._folds]).tolist()
-        for fold, each in zip(self._folds, uses, strict=True):
-            self._refuse_second_use(fold, max(each))
-        for fold, each in zip(self._folds, uses, strict=True):
-            fold.fold([number > 0 for number in each])
+        uses = torch.stack([table[:, 2, 0].long() for table in tables]).tolist()
+        for batchnorm, each in zip(self._batchnorms, uses, strict=True):
+            self._refuse_second_use(batchnorm, max(each))
+        for batchnorm, each in zip(self._batchnorms, uses, strict=True):
+            batchnorm.update([number > 0 for number in each])
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
@@ -334,8 +341,10 @@ class ExactSum:
         if self._job.data.control is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
         self._seen_exponents = largest.tolist()
+        # A gradient that is far smaller than its scale allows would lose digits, or become 0.
+        room = max(_MARGIN_BITS, _BITS - self._count_bits - _LEAST_BITS)
         fitted = self.exponents is not None and all(
-            seen <= allowed or seen == _INFINITE
+            allowed - room <= seen <= allowed or seen in (_UNKNOWN, _INFINITE)
             for seen, allowed in zip(self._seen_exponents, self.exponents, strict=True)
         )
         if not fitted:
@@ -416,7 +425,7 @@ def _next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) ->
     ]
 
 
-class _BatchNormFold:
+class _OrderedBatchNorm:
     """Updates the running statistics of one BatchNorm layer in the order of micro-batches, as one process.
 
     During a step the layer's momentum is 1, so that its buffers hold the statistics of the last
@@ -450,7 +459,7 @@ class _BatchNormFold:
                 buffer.copy_(saved)
             self.layer.momentum, self._saved = self._momentum, []
 
-    def fold(self, ran: Sequence[bool]) -> None:
+    def update(self, ran: Sequence[bool]) -> None:
         """Apply the statistics of the micro-batches in which the layer ran."""
         mean, var, count = self._buffers()
         for own_mean, own_var, _ in self.table[list(ran)].unbind(0):
