@@ -190,8 +190,8 @@ class ServerClient:
             optimizer: With the optimizers' state, as `ParameterServer.load` needs it.
 
         Returns:
-            {"version": int, "parameters": {name: tensor}, "optimizer": {name: {key: tensor or number}}}, on
-            CPU, with whole tables, whatever the number of servers.
+            {"version": int, "parameters": {name: tensor}}, on CPU, with whole tables, whatever the number of
+            servers; with `optimizer` also "optimizer": {name: {key: tensor or number}}.
         """
         shards = range(len(self._connections))
         with self._closed_on_error():
@@ -203,7 +203,8 @@ class ServerClient:
             self._ask(0, {"do": "resume"})
             replies = [self._ask(shard, {"do": "fetch"}) for shard in shards]
         merged: Snapshot = {"version": replies[0][0]["version"], "parameters": {}}
-        merged["optimizer"] = {}
+        if optimizer:
+            merged["optimizer"] = {}
         for shard, (header, tensors, _) in enumerate(replies):
             given = iter(tensors)
             for name, key, number in header["entries"]:

@@ -42,13 +42,17 @@ _HELLO_BYTES = 4096  # the largest such header
 
 
 class _Parameter:
-    """A parameter, or this server's rows of a table, with its optimizer and its lock."""
+    """A dense parameter, or this server's rows of a table, with its optimizer and its lock.
+
+    Args:
+        shard: Of a table: this server's index, and the number of servers.
+    """
 
     def __init__(
-        self, name: str, value: Tensor, make: MakeOptimizer, shard: tuple[int, int]
+        self, name: str, value: Tensor, make: MakeOptimizer, shard: tuple[int, int] | None
     ) -> None:
-        self.index, self.count = shard
-        self.is_table = self.count > 0
+        self.is_table = shard is not None
+        self.index, self.count = shard or (0, 1)
         self.shape = list(value.shape)
         rows = value[self.index :: self.count] if self.is_table else value
         if self.is_table:
@@ -134,8 +138,9 @@ class ParameterServer:
         dense: Parameters by name that workers pull and push as a whole.
         shard: This server's index, and the number of servers.
         listen: Host or address of the interface to listen on, and a port; port 0 lets the kernel choose.
-        max_staleness: A worker that has pushed more than this many steps more than the slowest one waits
-            before it pulls again. 0 keeps the workers in step. The value of shard 0 counts.
+        max_staleness: Largest number of pushes by which a worker may be ahead of the slowest one. The next
+            pull of a worker that is further ahead waits. 0 keeps the workers in step. Only the value of
+            shard 0 has an effect.
         worker_timeout_s: A worker that others wait for is dropped if it makes no request for so long after
             its last one was answered.
 
@@ -189,7 +194,7 @@ class ParameterServer:
                 raise ConfigError(f"{name!r} must have a floating-point dtype, got {value.dtype}.")
             if name in tables or self._index == 0:
                 self._parameters[name] = _Parameter(
-                    name, value, make, shard if name in tables else (0, 0)
+                    name, value, make, shard if name in tables else None
                 )
         self._host, _, port = listen.rpartition(":")
         is_port = port.isdecimal() and int(port) < 1 << 16
@@ -208,7 +213,7 @@ class ParameterServer:
         self._steps: dict[int, int] = {}  # pushes of each worker that trains
         self._idle_since: dict[int, float] = {}  # when the last request of a worker was answered
         self._pushing: set[int] = set()
-        self._copies: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
+        self._snapshots: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
         self._paused_by: int | None = None  # the worker that takes a snapshot: see _pause
         self._failure: BaseException | None = None
         self._listener: socket.socket | None = None
@@ -219,7 +224,8 @@ class ParameterServer:
         Call it before the server listens.
 
         Raises:
-            CheckpointError: names or shapes differ from those of this server.
+            CheckpointError: names or shapes differ from those of this server, or the snapshot has no state of
+                the optimizers.
         """
         values = snapshot["parameters"]
         unknown = sorted(values.keys() - self._parameters.keys())
@@ -233,8 +239,15 @@ class ParameterServer:
                 raise CheckpointError(
                     f"the snapshot has {found} for {name!r}, not {tuple(parameter.shape)}."
                 )
+        if "optimizer" not in snapshot:
+            raise CheckpointError(
+                "the snapshot has no state of the optimizers.",
+                why="they would start again with the trained parameters.",
+                fix="use client.save(path), or client.snapshot(optimizer=True). To start the optimizers "
+                "again, pass the parameters to ParameterServer.",
+            )
         for name, parameter in self._parameters.items():
-            parameter.load(values[name], snapshot.get("optimizer", {}).get(name, {}))
+            parameter.load(values[name], snapshot["optimizer"].get(name, {}))
         self.version = int(snapshot["version"])
 
     def __enter__(self) -> ParameterServer:
@@ -417,7 +430,7 @@ class ParameterServer:
             self._connections.pop(worker, None)
             self._steps.pop(worker, None)
             self._idle_since.pop(worker, None)
-            self._copies.pop(worker, None)
+            self._snapshots.pop(worker, None)
             self._pushing.discard(worker)
             if self._paused_by == worker:
                 self._paused_by = None
@@ -445,7 +458,7 @@ class ParameterServer:
         if task == "copy":
             copy = self._copy(header["optimizer"])
             with self._changed:
-                self._copies[worker] = copy
+                self._snapshots[worker] = copy
             return {}, []
         if task == "resume":
             with self._changed:
@@ -455,7 +468,7 @@ class ParameterServer:
             return {}, []
         if task == "fetch":
             with self._changed:
-                return self._copies.pop(worker)
+                return self._snapshots.pop(worker)
         raise ConfigError(f"unknown request {task!r}.")
 
     def _find(self, name: str) -> _Parameter:
