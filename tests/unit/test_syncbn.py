@@ -78,6 +78,9 @@ def test_warns_once_and_only_of_several_ranks(
         monkeypatch.setattr(job, "world_size", world_size)
         for _ in range(2):
             syncbn.warn_plain_batchnorm(job, Net())
+            layer = nn.BatchNorm1d(2, track_running_stats=False)
+            syncbn.sync_batchnorm(job, nn.Sequential(layer, nn.BatchNorm1d(2)))
         monkeypatch.setattr(job, "world_size", 1)
-    assert len(caplog.records) == times
-    assert all("stem.1, head" in r.message for r in caplog.records)
+    texts = [record.message for record in caplog.records]
+    assert ["stem.1, head" in text for text in texts] == [True, False][: 2 * times]
+    assert all("BatchNorm in 0 has no running statistics" in text for text in texts[1:])

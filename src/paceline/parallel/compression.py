@@ -194,7 +194,7 @@ class Compression:
         """Load the state of an earlier run; None starts anew.
 
         Raises:
-            CheckpointError: the gradients were in other buckets, or the rank was another one.
+            CheckpointError: it was saved with another `bucket_mb`, or another rank of PowerSGD.
         """
         if self._power is None:
             return
@@ -206,9 +206,9 @@ class Compression:
                 fix=f"paceline.ddp(..., bucket_mb={state['bucket_mb']:g}), or resume='never'.",
             )
         rank = self._power.matrix_approximation_rank
-        if (saved := state.get("rank", rank)) != rank:  # older checkpoints do not tell
+        if (saved := state.get("rank", rank)) != rank:  # older versions did not save it
             raise CheckpointError(
-                f"the state of PowerSGD was saved with rank {saved}, and it has rank {rank} now.",
+                f"the state of PowerSGD was saved with rank {saved}, but its rank is {rank} now.",
                 why="its matrices have as many columns as the rank.",
                 fix=f"compress=paceline.PowerSGD(rank={saved}), or resume='never'.",
             )

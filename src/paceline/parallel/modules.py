@@ -1,6 +1,6 @@
-"""What all strategies need of a model: how it is wrapped, names in it, checks, and equal values on all ranks.
+"""Helpers of the strategies: how a model is wrapped, names in it, checks, and equal values on all ranks.
 
-The checks report before training, with names, what torch finds later or reports as indices of buckets.
+The checks run before training and name parameters. torch would raise later, or report indices of buckets.
 """
 
 from __future__ import annotations

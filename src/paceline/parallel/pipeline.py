@@ -243,9 +243,11 @@ class PipelineStrategy(Strategy):
         optimizers = [
             {
                 **each,
-                "state": {k: v for k, v in each["state"].items() if _name(k) not in others},
+                "state": {
+                    k: v for k, v in each["state"].items() if _parameter_name(k) not in others
+                },
                 "param_groups": [
-                    {**g, "params": [p for p in g["params"] if _name(p) not in others]}
+                    {**g, "params": [p for p in g["params"] if _parameter_name(p) not in others]}
                     for g in each["param_groups"]
                 ],
             }
@@ -255,7 +257,7 @@ class PipelineStrategy(Strategy):
         return {**saved, "models": models, "optimizers": optimizers}
 
 
-def _name(path: Any) -> str:
+def _parameter_name(path: Any) -> str:
     """The name of a parameter from `NUMBER.NAME`, as optimizers' states have it."""
     return str(path).partition(".")[2]
 

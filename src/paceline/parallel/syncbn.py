@@ -257,7 +257,7 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
 
     Collective: none for the call. Later every forward in training mode and its backward: all ranks.
     """
-    found = False
+    converted, untracked = [], []
     link = _Link(job)
     for name, layer in module.named_modules():
         if isinstance(layer, _LAZY):
@@ -268,10 +268,17 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
             )
         if type(layer) in _KINDS or isinstance(layer, SyncBatchNorm):
             _convert(layer, link)
-            found = True
-    if not found:
+            converted.append(name)
+            if layer.running_mean is None:
+                untracked.append(name)
+    if not converted:
         log.logger.info(
             "%s has no BatchNorm layer: sync_batchnorm has no effect.", type(module).__name__
+        )
+    if untracked and job.data.size > 1 and job.data.rank == 0:
+        log.once(
+            f"BatchNorm in {listed(untracked)} has no running statistics: in eval mode it normalises by the "
+            "samples of one rank, so evaluation differs from that of one process."
         )
     return module
 
