@@ -202,6 +202,22 @@ def test_gradients_of_every_type_and_size_are_summed(nproc: int) -> None:
             assert got == pytest.approx(want, rel=1e-3, abs=0)
 
 
+def test_a_gradient_of_zeros_is_a_gradient() -> None:
+    with paceline.join() as job:
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        total = ExactSum(job, [used, unused], most_micro_batches=1)
+        for _ in range(2):
+            total.begin()
+            used.grad = torch.zeros(2)
+            total.add()
+            fitted = total.all_fitted()
+        total.finish()
+    assert fitted
+    assert used.grad is not None
+    assert not used.grad.any()
+    assert unused.grad is None
+
+
 def _close_to_normal(job: Any, reproducible: bool) -> list[float]:
     torch.manual_seed(0)
     model = paceline.ddp(job, _net(batchnorm=False).double())

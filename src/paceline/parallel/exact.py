@@ -40,8 +40,9 @@ _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
 _MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
 _LEAST_BITS = 24  # of the largest element of a gradient, as many as float32 has
 _CHUNK = 1 << 15  # elements converted at once, so that the intermediate values stay in the cache
-_UNKNOWN = -(2**30)  # exponent of zero, or of a parameter without a gradient
-_INFINITE = 2**30
+# Exponents that are no exponents: of a gradient of NaN or infinity, of zeros, and of no gradient. The order
+# counts, because ranks take the largest.
+_INFINITE, _ZERO, _NONE = 2**30, -(2**30), -(2**30) - 1
 _LOSS_GRID = 2.0**-24  # losses are multiples of this; below 2^28 their sums are exact in float64
 
 # torch 2.13 renamed both functions.
@@ -294,7 +295,7 @@ class ExactSum:
     def begin(self) -> None:
         # Whether the sum of a parameter still holds values of an earlier step.
         self._is_outdated = [True] * len(self._parameters)
-        self._seen_exponents = [_UNKNOWN] * len(self._parameters)
+        self._seen_exponents = [_NONE] * len(self._parameters)
 
     def add(self) -> None:
         """Add the gradients of one micro-batch, and remove them from the parameters."""
@@ -344,7 +345,7 @@ class ExactSum:
         # A gradient that is far smaller than its scale allows would lose digits, or become 0.
         room = max(_MARGIN_BITS, _BITS - self._count_bits - _LEAST_BITS)
         fitted = self.exponents is not None and all(
-            allowed - room <= seen <= allowed or seen in (_UNKNOWN, _INFINITE)
+            allowed - room <= seen <= allowed or seen in (_INFINITE, _ZERO, _NONE)
             for seen, allowed in zip(self._seen_exponents, self.exponents, strict=True)
         )
         if not fitted:
@@ -403,24 +404,24 @@ class ExactSum:
     def _set_gradients(self) -> None:
         offset = 0
         for p, seen in zip(self._parameters, self._seen_exponents, strict=True):
-            if seen != _UNKNOWN:
+            if seen != _NONE:
                 gradient = self._gradient[offset : offset + p.numel()].view_as(p).to(p.dtype)
                 p.grad = gradient if seen != _INFINITE else torch.full_like(p, math.nan)
             offset += p.numel()
 
 
 def _exponent_of(value: float) -> int:
-    """The least e with |value| < 2^e; `_UNKNOWN` for zero, `_INFINITE` for NaN and infinity."""
+    """The least e with |value| < 2^e; `_ZERO` for zero, `_INFINITE` for NaN and infinity."""
     if not math.isfinite(value):
         return _INFINITE
-    return math.frexp(value)[1] if value else _UNKNOWN
+    return math.frexp(value)[1] if value else _ZERO
 
 
 def _next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
-    """Exponents for the next step: those seen plus a margin; without a gradient the old one is kept."""
+    """Exponents for the next step: those seen plus a margin; the old one where none was seen."""
     kept = before or [0] * len(seen)
     return [
-        old if now in (_UNKNOWN, _INFINITE) else now + _MARGIN_BITS
+        old if now in (_INFINITE, _ZERO, _NONE) else now + _MARGIN_BITS
         for now, old in zip(seen, kept, strict=True)
     ]
 

@@ -72,8 +72,8 @@ _PAIRS = (
 _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads")
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
-_enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+_enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
 
 
 @checks_arguments
@@ -123,8 +123,9 @@ def tensor_parallel(
     _refuse_uneven(module, styles, size)
     if plan is not None:
         _refuse_fused(module, styles)
-    styles |= dict.fromkeys(_norms_of_heads(module, styles), SEQUENCE)
     blocks = _sequence_blocks(module, styles) if sequence else []
+    norms = [*_norms_of_heads(module, styles), *_norms_of_blocks(module, blocks)]
+    styles |= dict.fromkeys((name for name in norms if name not in styles), SEQUENCE)
     if loss_parallel and GATHERED not in styles.values():
         raise ConfigError(
             "loss_parallel has no effect: the plan has no layer whose output is gathered.",
@@ -260,7 +261,6 @@ def _norms_of_heads(module: nn.Module, styles: Mapping[str, str | ParallelStyle]
         for name, layer in module.named_modules()
         if name.rpartition(".")[2] in _HEAD_NORMS
         and name.rpartition(".")[0] in parents
-        and name not in styles
         and any(p.requires_grad for p in layer.parameters())
     ]
 
@@ -325,31 +325,29 @@ def _disable_loss_parallel() -> None:
         _enabled = None
 
 
-def _sequence_blocks(module: nn.Module, styles: dict[str, str | ParallelStyle]) -> list[str]:
-    """The blocks between which the sequence is split, in their order; adds their norms to `styles`."""
+def _sequence_blocks(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> list[str]:
+    """The blocks between which the sequence is split, in their order."""
     split = {name.rpartition(".")[0] for name, style in styles.items() if style == ROWWISE}
-    blocks: list[str] = []
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         children = [f"{path}.{name}" if path else name for name, _ in container.named_children()]
         inside = [any(s.startswith(f"{child}.") for s in split) for child in children]
         if children and all(inside):
-            blocks = children
-            break
-    norms = [
+            return children
+    raise ConfigError(
+        "sequence=True: no repeated block with norms, attention and feed-forward was found.",
+        fix="leave sequence out, or pass a plan of torch's ParallelStyle objects.",
+    )
+
+
+def _norms_of_blocks(module: nn.Module, blocks: list[str]) -> list[str]:
+    return [
         f"{block}.{name}"
         for block in blocks
         for name, layer in module.get_submodule(block).named_children()
         if isinstance(layer, _NORMS) or type(layer).__name__.endswith(("LayerNorm", "RMSNorm"))
     ]
-    if not norms:
-        raise ConfigError(
-            "sequence=True: no repeated block with norms, attention and feed-forward was found.",
-            fix="leave sequence out, or pass a plan of torch's ParallelStyle objects.",
-        )
-    styles |= dict.fromkeys(norms, SEQUENCE)
-    return blocks
 
 
 def _split_sequence(
