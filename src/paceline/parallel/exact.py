@@ -4,8 +4,8 @@ Floating-point addition depends on order, integer addition does not. The gradien
 multiplied by a power of two, truncated to 64-bit integers and added up; the sum over micro-batches and ranks
 is converted back to floating point once. The scale of each parameter follows from its largest gradient in the
 step before, with room for the number of micro-batches, so that no partial sum can overflow. If the gradient
-of a micro-batch is larger than that, all ranks detect it and repeat the step with a new scale. The scales
-depend on gradients only, never on the number of ranks.
+of a micro-batch is larger than that, or so small that it would lose digits, all ranks detect it and repeat
+the step with a new scale. The scales depend on gradients only, never on the number of ranks.
 
 Four more measures: every number of ranks gets the same micro-batches (`Batches.align`); losses are rounded to
 a grid on which their sum is exact; BatchNorm's running statistics are updated in the order of micro-batches;
@@ -334,7 +334,7 @@ class ExactSum:
         return max(-900, min(900, _BITS - self._count_bits - exponent))
 
     def all_fitted(self) -> bool:
-        """Whether every micro-batch of all ranks fitted its scale; if not, the step must be repeated.
+        """Whether the gradients of all ranks fitted their scales; if not, the step must be repeated.
 
         All ranks call it, after they have added all their micro-batches.
         """

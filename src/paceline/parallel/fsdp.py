@@ -78,9 +78,9 @@ def fsdp(
 
     Each rank holds an equal part of every parameter, of its gradient and of its optimizer state. The
     parameters of a block are gathered before its forward and its backward and freed after them; those
-    outside of all blocks stay gathered from forward to backward. Where the mesh leaves one data rank, as in a
-    job of one process, the module is returned as it is, or with `param_dtype` sharded over that rank, which
-    computes as several.
+    outside of all blocks stay gathered from forward to backward. With one data rank, as in a job of one
+    process, the module is returned as it is; with `param_dtype` it is sharded over that rank, so that it
+    computes in the same dtypes as on several ranks.
 
     Parameters are sharded over the axis `dp_shard` of the job's mesh and replicated over `dp_replicate`
     (hybrid sharding); without a mesh they are sharded over all ranks.
@@ -438,7 +438,7 @@ class FSDPStrategy(Strategy):
         self._refuse_partial()
         for group in optimizer.param_groups:
             for p in group["params"]:
-                # With sequence=True each rank has the sum over its part of the sequence only.
+                # With the style "sequence" of tensor_parallel it is a sum over the rank's part only.
                 if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                     p.grad = p.grad.redistribute(placements=p.placements)
 
@@ -454,7 +454,8 @@ class FSDPStrategy(Strategy):
             p: name
             for model in self._models
             for name, p in model.named_parameters()
-            if p.grad is not None and not _has_axis(p, "tp") and self._compared[p] < _COMPARISONS
+            if not _has_axis(p, "tp") and self._compared[p] < _COMPARISONS
+            if p.grad is not None and local(p.grad).numel()
         }
         if not whole:
             return

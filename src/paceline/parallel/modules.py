@@ -26,9 +26,8 @@ from paceline.job.job import Job
 
 # Attribute of a module, and of its copies: the function that has split its parameters over ranks.
 SPLIT_BY = "_paceline_split_by"
-PIPELINE = (
-    "_paceline_pipeline"  # attribute of a module that is split into stages: its `StageRunner`
-)
+# Attribute of a module that is split into stages: its `StageRunner`.
+PIPELINE = "_paceline_pipeline"
 
 
 class OtherStage(StepError):

@@ -88,7 +88,7 @@ class ReplicaStrategy(Strategy):
 
     def _prepare(self, batches: Batches) -> None:
         self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
-        # For each optimizer at the last check: its parameters, and those of them with a gradient.
+        # For each optimizer: how many parameters it had at the last check, and how many of them a gradient.
         self._numbers_checked: dict[int, tuple[int, int]] = {}
 
     @classmethod
