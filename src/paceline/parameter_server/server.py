@@ -225,7 +225,7 @@ class ParameterServer:
 
         Raises:
             CheckpointError: names or shapes differ from those of this server, or the snapshot has no state of
-                the optimizers.
+                these optimizers.
         """
         values = snapshot["parameters"]
         unknown = sorted(values.keys() - self._parameters.keys())
@@ -239,13 +239,14 @@ class ParameterServer:
                 raise CheckpointError(
                     f"the snapshot has {found} for {name!r}, not {tuple(parameter.shape)}."
                 )
-        if "optimizer" not in snapshot:
-            raise CheckpointError(
-                "the snapshot has no state of the optimizers.",
-                why="they would start again with the trained parameters.",
-                fix="use client.save(path), or client.snapshot(optimizer=True). To start the optimizers "
-                "again, pass the parameters to ParameterServer.",
-            )
+            saved = snapshot.get("optimizer", {}).get(name, {})
+            if "optimizer" not in snapshot or parameter.state().keys() - saved.keys():
+                raise CheckpointError(
+                    f"the snapshot has no state of this optimizer for {name!r}.",
+                    why="it was taken without optimizer=True, or with another optimizer.",
+                    fix="use client.save(path), or client.snapshot(optimizer=True). To start the optimizers "
+                    "again, pass the parameters to ParameterServer.",
+                )
         for name, parameter in self._parameters.items():
             parameter.load(values[name], snapshot["optimizer"].get(name, {}))
         self.version = int(snapshot["version"])
