@@ -105,18 +105,20 @@ class ExactStrategy(ReplicaStrategy):
         alone = Strategy.fits(job, models, optimizers)
         return alone or super().fits(job, models, optimizers)
 
-    def _trained(self) -> list[torch.Tensor]:
+    def _trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of the optimizers that require a gradient now; later it may be others."""
         trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
         return list(trained.values())  # once, if several optimizers own one
 
     def _sum_of_trained(self) -> ExactSum:
-        return ExactSum(self._job, self._trained(), most_micro_batches=self._most_micro_batches)
+        return ExactSum(
+            self._job, self._trained_parameters(), most_micro_batches=self._most_micro_batches
+        )
 
     def begin_step(self, step: PlannedStep) -> None:
         super().begin_step(step)
         self._step_offset = step.offset
-        if not self._sum.has(self._trained()):
+        if not self._sum.has(self._trained_parameters()):
             self._sum = self._sum_of_trained()
             self._sum.load_exponents(self._loaded_exponents)
         self._sum.begin()
