@@ -45,10 +45,12 @@ class _Normed(Attention):
         super().__init__()
         self.q_norm, self.k_norm = nn.RMSNorm(WIDTH // HEADS), nn.RMSNorm(WIDTH // HEADS)
         self.scale = _Scale(1)
+        # The same for all keys, so softmax takes it away: its gradient is 0 up to rounding on each rank.
+        self.shift = nn.Parameter(torch.zeros(WIDTH // HEADS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))
-        heads = [y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v)]
+        heads = [y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k) + self.shift, v)]
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         out: torch.Tensor = self.wo(self.scale(y.transpose(1, 2).flatten(2)))
         return out
