@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -256,6 +257,29 @@ def test_a_clean_script_ends_cleanly_every_time(tmp_path: Path) -> None:
         for script in (CLEAN, DESTROYED):
             done = run("--nproc-per-node=2", script, tmp_path)
             assert (done.code, done.out) == (0, ""), done
+
+
+REPLACES_MAIN = f"""{CLEAN}
+import sys, types
+sys.modules["__main__"] = types.ModuleType("__main__")
+"""
+
+
+@pytest.mark.ci
+def test_a_script_may_replace_its_main_module(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", REPLACES_MAIN, tmp_path)
+    assert (done.code, done.out) == (0, ""), done
+    assert "Exception ignored" not in done.err
+
+
+@pytest.mark.ci
+def test_a_script_from_a_pipe_runs(tmp_path: Path) -> None:
+    fifo = tmp_path / "train.py"
+    os.mkfifo(fifo)
+    launcher = start(["run", "--nproc-per-node=1", "train.py"], tmp_path)
+    fifo.write_text("import __main__\nprint('hi', __main__.__file__)\n")
+    done = finish(launcher)
+    assert (done.code, done.out) == (0, f"hi {fifo}\n"), done
 
 
 # Words, exit code, and the beginning of the message.

@@ -121,7 +121,7 @@ def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
         assert not waiting.done()
         other.wait_all_done(30, lambda: False)
         waiting.result(timeout=10)
-    NodeExchange(PrefixStore("hurry", store), 0, 2).wait_all_done(600, lambda: True)
+    NodeExchange(PrefixStore("skip_grace", store), 0, 2).wait_all_done(600, lambda: True)
     NodeExchange(PrefixStore("alone", store), 0, 2).wait_all_done(0.1, lambda: False)
 
 
@@ -167,12 +167,12 @@ def test_no_node_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.05)
     store = HashStore()
     nodes = [NodeExchange(PrefixStore("job/0", store), number, 3) for number in range(3)]
-    assert not nodes[1].peer_failed()
+    assert not nodes[1].other_node_failed()
     nodes[0].announce_failure()
     assert nodes[0].exchange_outcomes([outcome(0, 1.0)], lambda: False) == ([], 2)
     nodes[1]._next_poll = 0.0
-    assert nodes[1].peer_failed()
-    assert not NodeExchange(PrefixStore("job/1", store), 1, 3).peer_failed()
+    assert nodes[1].other_node_failed()
+    assert not NodeExchange(PrefixStore("job/1", store), 1, 3).other_node_failed()
 
 
 def test_states_of_ranks_arrive_whole() -> None:

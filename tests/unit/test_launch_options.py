@@ -71,7 +71,7 @@ def test_the_host(host: str, endpoint: str) -> None:
 
 @pytest.mark.parametrize(("given", "nodes"), [("2", "2"), ("2:2", "2"), ("1:3", "1:3")])
 def test_the_number_of_nodes_has_one_spelling(given: str, nodes: str) -> None:
-    assert read_options([f"--nnodes={given}", "--host", "10.0.0.1", "train.py"]).nodes == nodes
+    assert read_options([f"--nnodes={given}", "--host", "10.0.0.1", "train.py"]).nnodes == nodes
 
 
 NOT_HOSTS = ("", ":29400", "http://x:1", "10.0.0.1:99999", "10.0.0.1:abc", "a b", "[a]")

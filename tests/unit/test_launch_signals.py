@@ -17,19 +17,19 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    signals = ReceivedSignals(stuck=lambda _: None, wake=lambda: None)
-    assert not signals.hurry
+    signals = ReceivedSignals(on_unhandled=lambda _: None, on_signal=lambda: None)
+    assert not signals.skip_grace
     for passed_s in (0, SAME_SIGNAL_S):
         now = 100.0 + passed_s
         signals._note(signal.SIGHUP, None)
-        assert not signals.hurry
+        assert not signals.skip_grace
     now += 0.1
     signals._note(signal.SIGHUP, None)
-    assert signals.hurry
+    assert signals.skip_grace
 
 
 def test_a_signal_for_ranks_that_have_ended_does_not_end_the_launcher() -> None:
-    signals = ReceivedSignals(stuck=lambda _: None, wake=lambda: None)
+    signals = ReceivedSignals(on_unhandled=lambda _: None, on_signal=lambda: None)
     signals._note_for_ranks(signal.SIGUSR1, None)  # while the last rank ends
     with signals.interruptible(ranks_ended=True):
         signals._note_for_ranks(signal.SIGUSR2, None)

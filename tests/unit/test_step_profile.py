@@ -23,7 +23,7 @@ class Rank:
         self.asked: list[int] = []
         self.returncode = None
 
-    def send(self, request: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         assert request["do"] == REQUEST
         self.asked.append(request["id"])
 

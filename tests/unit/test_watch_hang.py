@@ -448,7 +448,7 @@ def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> Activity:
 def test_a_process_that_is_ending_is_busy_for_a_while() -> None:
     found = still(state="Z")
     assert not found.busy(4.0)  # its main thread alone has ended
-    found.ending = 1.0
+    found.exiting_at = 1.0
     assert found.busy(4.0)
     found.add(16.5, [process(0.0)], 7, window_s=4.0)
     assert not found.busy(4.0)
@@ -494,7 +494,7 @@ def test_only_the_last_seconds_count_and_the_look_before_them() -> None:
     looks: list[Look] = [(t, [process(2.0 if t else 0.0)], 7) for t in (0.0, 2.0, 3.0, 4.0)]
     assert not seen(looks, window_s=1.5).busy(1.5)
     assert seen(looks, window_s=3.0).busy(3.0)
-    assert [sample.at_s for sample in seen(looks, window_s=1.5).samples] == [2.0, 3.0, 4.0]
+    assert [sample.watched_s for sample in seen(looks, window_s=1.5).samples] == [2.0, 3.0, 4.0]
 
 
 def test_processes_below_a_rank_count_from_when_they_are_seen() -> None:
@@ -520,7 +520,7 @@ def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyP
     now += 60.0
     watch.check(1)
     assert watch._watched_s == pytest.approx(3.5 + 1.0)
-    assert now - watch._activities[0].since == pytest.approx(3.5 + 1.0)
+    assert now - watch._activities[0].progress_at == pytest.approx(3.5 + 1.0)
 
 
 class Silent:
@@ -559,7 +559,7 @@ class Asked(Silent):
         self.counts = (1 - rank, 0)
         self.answers: dict[str, dict[str, Any]] = {}
 
-    def send(self, request: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         self.cpu_s += 1.0  # for example, to read its source file
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []

@@ -394,7 +394,7 @@ class Rank:
         self._entered = [(*key, *at) for key, at in entered.items()]
         self._spent = [(phase, f"/a/train.py:5 in {phase}", s) for phase, s in spent.items()]
 
-    def send(self, request: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         do = request["do"]
         self.asked.append(do)
         if do == "slow_ranks":  # whose answers are not read
@@ -409,6 +409,8 @@ class Rank:
         if do == "profile":
             told |= {"begin_ns": begin_ns, "spent": self._spent * 50}
         self.answers[do] = told
+
+    send = ask
 
 
 def watched(
@@ -434,7 +436,7 @@ def watched(
     entered = arrivals(work, steps, world=world)
     ranks: Any = [Rank(rank, dict(entered[rank]), spent(rank)) for rank in entered]
     if silent:
-        ranks[1].send = lambda request: None
+        ranks[1].ask = lambda request: None
     for second in seconds:
         watch.check(float(second), ranks, entered=100 * second)
     return "".join(said), ranks, watch

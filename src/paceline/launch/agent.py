@@ -196,7 +196,7 @@ class Agent(LocalElasticAgent):
             setup(self)
         if self._options.uses_logs:
             self._connect_logs(self._logs, environments)
-        ranks, shown = self._local_ranks.ranks, self._options.shown
+        ranks, shown = self._local_ranks.ranks, self._options.shown_local_ranks
         for worker in worker_group.workers:
             rank = ranks[worker.local_rank]
             rank.set_prefix(self._prefix(worker_group, worker))
@@ -320,9 +320,12 @@ class Agent(LocalElasticAgent):
             ranks.clean_up()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
-        peer_failed = self._exchange is not None and self._exchange.peer_failed()
+        other_failed = self._exchange is not None and self._exchange.other_node_failed()
         # If the other node ends its ranks for a hang, this node prints the hang first.
-        if self._is_hanging(worker_group.workers[0].world_size, finish=peer_failed) or peer_failed:
+        if (
+            self._is_hanging(worker_group.workers[0].world_size, finish=other_failed)
+            or other_failed
+        ):
             return self._fail()
         if self._nodes and (self._restarts_left > 0 or ranks.done):
             if lost := self._nodes.lost():
@@ -368,7 +371,7 @@ class Agent(LocalElasticAgent):
         """
         ranks, exchange = self._local_ranks, self._exchange
 
-        def hurry() -> bool:
+        def signalled() -> bool:
             return bool(self._signals.received)
 
         def enough(outcomes: Sequence[RankOutcome]) -> bool:
@@ -380,16 +383,16 @@ class Agent(LocalElasticAgent):
         if exchange is not None:
             exchange.announce_failure()
         if ranks.failing:
-            ranks.settle(enough, hurry=hurry)
+            ranks.settle(enough, skip_grace=signalled)
         first = find_first_failure(ranks.outcomes())
         if self._restarts_left <= 0 or (first is not None and self._repeats(first)):
             ranks.request_states()
         elsewhere: list[RankOutcome] = []
         silent = 0
         if exchange is not None:
-            elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), hurry)
+            elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), signalled)
         grace_s = self._options.grace_s(may_save=False)
-        ranks.stop(signal.SIGTERM, grace_s=grace_s, hurry=hurry, may_save=False)
+        ranks.stop(signal.SIGTERM, grace_s=grace_s, skip_grace=signalled, may_save=False)
         return ranks.clean_up(), elsewhere, silent
 
     def _fail(self) -> RunResult:
@@ -480,7 +483,7 @@ class Agent(LocalElasticAgent):
     def _wait_for_nodes(self, timeout_s: float) -> None:
         """Wait until the ranks of other nodes have ended; this process may serve their store."""
         if self._exchange is not None:
-            self._exchange.wait_all_done(timeout_s, lambda: self._signals.hurry)
+            self._exchange.wait_all_done(timeout_s, lambda: self._signals.skip_grace)
             self._exchange = None
 
     def _stop_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
@@ -489,7 +492,7 @@ class Agent(LocalElasticAgent):
             ranks.stop(
                 number,
                 grace_s=self._options.grace_s(may_save=may_save),
-                hurry=lambda: self._signals.hurry,
+                skip_grace=lambda: self._signals.skip_grace,
                 may_save=may_save,
             )
             self.preempted = ranks.preempted

@@ -49,7 +49,7 @@ _STOPPED = ("T", "t", "Z")  # states of a process that runs no code; see `Proces
 class Sample:
     """Resources that a rank and the processes below it have used since the first sample."""
 
-    at_s: float
+    watched_s: float
     cpu_s: float
     io_bytes: int
     stack_hash: Any
@@ -59,21 +59,21 @@ class Sample:
 class Activity:
     """The recent activity of one rank.
 
-    Sample times are seconds during which the launcher has watched the ranks. After a pause of the launcher
-    itself, its ranks therefore do not look idle.
+    Times of samples and of the exit are seconds during which the launcher has watched the ranks. After a
+    pause of the launcher itself, its ranks therefore do not look idle.
     """
 
     counts: tuple[int, int] = (0, 0)  # collectives entered, and completed
-    since: float = 0.0  # when a collective was last entered or completed
+    progress_at: float = 0.0  # monotonic: when a collective was last entered or completed
     beat: dict[str, Any] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=deque)
     used: tuple[float, int] = (0.0, 0)  # as in the last sample
     processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
     state: str = ""
-    ending: float | None = None  # since when its process has been exiting
+    exiting_at: float | None = None  # watched seconds at which its process began to exit
 
     def add(
-        self, at_s: float, tree: Sequence[Process], stack_hash: Any, *, window_s: float
+        self, watched_s: float, tree: Sequence[Process], stack_hash: Any, *, window_s: float
     ) -> None:
         """Add a sample, and drop those that `busy` does not need.
 
@@ -84,19 +84,19 @@ class Activity:
         io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
         self.used = (cpu_s, io_bytes)
         self.processes = {process.pid: process for process in tree}
-        self.samples.append(Sample(at_s, cpu_s, io_bytes, stack_hash))
+        self.samples.append(Sample(watched_s, cpu_s, io_bytes, stack_hash))
         # The window, and the last sample before it.
-        while len(self.samples) > 1 and self.samples[1].at_s <= at_s - window_s:
+        while len(self.samples) > 1 and self.samples[1].watched_s <= watched_s - window_s:
             self.samples.popleft()
 
     def busy(self, window_s: float) -> bool:
         """Whether it did something in the last `window_s` seconds, or was not watched for so long."""
-        if self.ending is not None and self.samples:
-            return self.samples[-1].at_s - self.ending < _ENDING_S
+        if self.exiting_at is not None and self.samples:
+            return self.samples[-1].watched_s - self.exiting_at < _ENDING_S
         if self.state in (*_STOPPED, ""):
             return False
         first, last = self.samples[0], self.samples[-1]
-        passed = last.at_s - first.at_s
+        passed = last.watched_s - first.watched_s
         if passed < window_s:
             return True
         hashes = [sample.stack_hash for sample in self.samples]
@@ -156,7 +156,10 @@ class HangWatch:
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         # Only if a rank is idle, since this reads all processes of the host.
         activities = [self._activities.get(rank.local_rank) for rank in alive]
-        idle = any(each is not None and now - each.since > self._idle_s for each in activities)
+        idle = any(
+            each is not None and now - each.progress_at > self._children_after_s
+            for each in activities
+        )
         children = processes.read_children() if idle and self._question is None else {}
         progressed = [self._sample(rank, now, children) for rank in alive]
         if any(progressed):
@@ -201,7 +204,7 @@ class HangWatch:
         watched_s = min(passed_s, 2 * _INTERVAL_S)
         self._checked_at, self._watched_s = now, self._watched_s + watched_s
         for activity in self._activities.values():
-            activity.since += passed_s - watched_s
+            activity.progress_at += passed_s - watched_s
 
     def finish(self, world_size: int) -> Diagnosis | None:
         """As `check`, if a hang is only waiting for the states of other nodes; call before the round ends."""
@@ -216,8 +219,8 @@ class HangWatch:
         return max(_HANG_AFTER_S, _HANG_AFTER_MEDIANS * statistics.median(self._gaps_s or [0.0]))
 
     @property
-    def _idle_s(self) -> float:
-        """Seconds without progress before what the processes below a rank do matters."""
+    def _children_after_s(self) -> float:
+        """Child processes are sampled once their rank has made no progress for so many seconds."""
         return max(1.0, self._patience_s - self._window_s - 2 * _INTERVAL_S)
 
     def _note_progress(self, now: float) -> None:
@@ -232,7 +235,7 @@ class HangWatch:
 
     def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> bool:
         """Sample a rank; returns whether it has made progress since the last sample."""
-        activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
+        activity = self._activities.setdefault(rank.local_rank, Activity(progress_at=now))
         progressed = False
         beat = read_beat(rank.probe_text())
         if "error" in beat:
@@ -241,17 +244,17 @@ class HangWatch:
             activity.beat = beat
             counts = (beat["entered"], beat["completed"])
             if counts != activity.counts:
-                activity.counts, activity.since = counts, now
+                activity.counts, activity.progress_at = counts, now
                 progressed = True
         found = processes.read_process(rank.pid)
         activity.state = found.state if found is not None else ""
         if found is None:
             return progressed
-        if activity.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
-            activity.ending = self._watched_s
+        if activity.exiting_at is None and found.state == "Z" and processes.is_ending(rank.pid):
+            activity.exiting_at = self._watched_s
         if self._question is not None:
             return progressed  # to answer, a rank uses the CPU and reads files
-        is_idle = now - activity.since > self._idle_s
+        is_idle = now - activity.progress_at > self._children_after_s
         below = processes.descendants(rank.pid, children) if is_idle else ()
         tree = [found, *filter(None, map(processes.read_process, below))]
         activity.add(
@@ -266,10 +269,13 @@ class HangWatch:
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
         activities = [self._activities[rank.local_rank] for rank in alive]
         if any(
-            activity.ending is not None and activity.busy(self._window_s) for activity in activities
+            activity.exiting_at is not None and activity.busy(self._window_s)
+            for activity in activities
         ):
             return False  # its exit code will be known soon
-        idle = [activity for activity in activities if now - activity.since >= self._patience_s]
+        idle = [
+            activity for activity in activities if now - activity.progress_at >= self._patience_s
+        ]
         if any(activity.counts[0] > activity.counts[1] for activity in idle):
             return True
         # Some ranks may load or compute without a collective, but not all of them.
@@ -288,19 +294,19 @@ class HangWatch:
                 return None
             self._others_until = 0.0
             states += others
-        hang = diagnose(states, world_size, self._patience_s - _INTERVAL_S)
-        if hang is None:
+        diagnosis = diagnose(states, world_size, self._patience_s - _INTERVAL_S)
+        if diagnosis is None:
             return None
-        ours = any(rank.rank in hang.culprits for rank in self._local_ranks.ranks)
+        ours = any(rank.rank in diagnosis.culprits for rank in self._local_ranks.ranks)
         if not (is_first_node or ours):
             return None
-        if hang.key not in self._reported:
-            self._reported.add(hang.key)
-            self._local_ranks.say(hang.text)
-        if not hang.alarm:
+        if diagnosis.key not in self._reported:
+            self._reported.add(diagnosis.key)
+            self._local_ranks.say(diagnosis.text)
+        if not diagnosis.alarm:
             return None
         self._alarmed = True
-        return hang if self._ends and ours else None
+        return diagnosis if self._ends and ours else None
 
     def _state(self, rank: Rank, now: float) -> RankState:
         host, pid = socket.gethostname(), rank.pid
@@ -344,7 +350,7 @@ class HangWatch:
             pid=pid,
             state=activity.state,
             busy=activity.busy(self._window_s),
-            idle_s=now - activity.since,
+            idle_s=now - activity.progress_at,
             holds_gil=bool(dump),
             entering=not answered and not late and activity.counts[0] > activity.counts[1],
             answered=answered,

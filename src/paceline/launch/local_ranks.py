@@ -74,6 +74,7 @@ _START_FIXES = {
     errno.EACCES: "set PYTHON_EXEC to an interpreter, or unset it.",
 }
 _NO_SIZE = bytes(8)
+UNASKED = -1  # the number of an answer that a failing rank gives by itself; see worker.py
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
 # Puts words before the command of a local rank, such as those of numactl.
@@ -83,7 +84,7 @@ Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
 class Rank:
     """One rank of this host: its process, control socket, output, and how it ended.
 
-    The process is started when only its local rank is known; `run` sends the rest (see worker.py).
+    The process is started when only its local rank is known; `LocalRanks.run` sends the rest.
 
     Args:
         environment: The variables that are known at the start.
@@ -107,6 +108,7 @@ class Rank:
         self.local_rank = self.rank = local_rank
         self.events: list[dict[str, Any]] = []
         self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
+        self._unanswered: set[str] = set()  # kinds of questions
         self.returncode: int | None = None
         self.ended_at = 0.0
         self.stopped_at: float | None = None  # when the launcher first told it to end
@@ -128,7 +130,7 @@ class Rank:
         environment = {
             **environment,
             "PACELINE_CONTROL_FD": str(theirs.fileno()),
-            "PACELINE_PROBE_FD": str(self._probe),
+            "PACELINE_PROBE_FD": str(self._probe) if has_probe() else "",
         }
         try:
             self.process = subprocess.Popen(
@@ -197,6 +199,15 @@ class Rank:
         # An error means: it has ended, or it has been stopped for so long that the socket is full.
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def ask(self, question: Mapping[str, Any]) -> None:
+        """Send a question to the probe, unless an earlier one of this kind has no answer yet.
+
+        Otherwise the socket of a rank that cannot answer would become full.
+        """
+        if question["do"] not in self._unanswered:
+            self._unanswered.add(question["do"])
+            self.send(question)
 
     def probe_text(self) -> str:
         """What the rank's probe wrote: one line of JSON, then stacks if the GIL was held."""
@@ -286,6 +297,7 @@ class Rank:
     def _add_events(self, lines: Sequence[bytes]) -> None:
         for event in filter(None, map(read_event, lines)):
             if event["event"] in Probe.REQUESTS:
+                self._unanswered.discard(event["event"])
                 self.answers[event["event"]] = event
             else:
                 self.events.append(event)
@@ -349,7 +361,7 @@ class Question:
         self.deadline = now + within_s
         self._ranks, self._id = ranks, next(self._ids)
         for rank in ranks:
-            rank.send({"do": do, "id": self._id, **more})
+            rank.ask({"do": do, "id": self._id, **more})
 
     @property
     def answers(self) -> dict[int, dict[str, Any]]:
@@ -542,12 +554,12 @@ class LocalRanks:
                 rank.send_signal(number, stops=False)
 
     def stop(
-        self, number: int, *, grace_s: float, hurry: Callable[[], bool], may_save: bool
+        self, number: int, *, grace_s: float, skip_grace: Callable[[], bool], may_save: bool
     ) -> None:
         """End all ranks: send this signal, then SIGKILL after `grace_s` seconds.
 
         Args:
-            hurry: Returns True if SIGKILL has to be sent at once.
+            skip_grace: Returns True if SIGKILL has to be sent at once.
             may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
@@ -558,24 +570,27 @@ class LocalRanks:
                     rank.stopped_at = rank.stopped_at or time.time()
                     rank.send({"do": "ignore_preemption"})
                 rank.send_signal(number)
-        self._wait_done(self.ranks, grace_s, hurry)
+        self._wait_done(self.ranks, grace_s, skip_grace)
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
         self._wait_done(self.ranks, _KILLED_S)
 
     def settle(
-        self, enough: Callable[[Sequence[RankOutcome]], bool], *, hurry: Callable[[], bool]
+        self, enough: Callable[[Sequence[RankOutcome]], bool], *, skip_grace: Callable[[], bool]
     ) -> None:
         """Wait up to half a second for the reports of other failures, or until `enough(outcomes)`."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline and not self.done and not enough(self.outcomes()):
             self.wait_change(0.02)
-            if hurry():
+            if skip_grace():
                 return
 
     def request_states(self) -> None:
         """Have running ranks report their stacks and collectives before they are ended."""
+        for rank in self.ranks:
+            if rank.answers.get("state", {}).get("id") != UNASKED:
+                rank.answers.pop("state", None)  # it may be hours old
         running = [rank for rank in self.ranks if rank.poll() is None and not rank.reported_error]
         question = Question(running, "state", now=time.monotonic(), within_s=_STATE_S)
         while question.is_open(time.monotonic()):
@@ -649,11 +664,14 @@ class LocalRanks:
         self.pump.call(read, stalled_s=_KILLED_S)
 
     def _wait_done(
-        self, ranks: Sequence[Rank], timeout_s: float, hurry: Callable[[], bool] = lambda: False
+        self,
+        ranks: Sequence[Rank],
+        timeout_s: float,
+        skip_grace: Callable[[], bool] = lambda: False,
     ) -> None:
         deadline = time.monotonic() + timeout_s
         while None in [rank.poll() for rank in ranks]:
-            if time.monotonic() > deadline or hurry():
+            if time.monotonic() > deadline or skip_grace():
                 return
             self._changed.wait(min(0.1, timeout_s))
             self._changed.clear()

@@ -48,7 +48,7 @@ class NodeExchange:
         self._request = 0
         self._done = False
 
-    def peer_failed(self) -> bool:
+    def other_node_failed(self) -> bool:
         """Whether another node has failed; reads the store at most twice a second."""
         now = time.monotonic()
         if now < self._next_poll:
@@ -62,7 +62,7 @@ class NodeExchange:
             self._store.set(_FAILED, "")
 
     def exchange_outcomes(
-        self, outcomes: Sequence[RankOutcome], hurry: Callable[[], bool]
+        self, outcomes: Sequence[RankOutcome], skip_grace: Callable[[], bool]
     ) -> tuple[list[RankOutcome], int]:
         """Publish how the ranks of this node ended, and get those of the others.
 
@@ -73,13 +73,13 @@ class NodeExchange:
         silent = len(self._others)
         with contextlib.suppress(RuntimeError):
             self.publish_outcomes(outcomes)
-            self._wait("outcomes", self._others, _ANSWER_S, hurry)
+            self._wait("outcomes", self._others, _ANSWER_S, skip_grace)
             answered = [node for node in self._others if self._has(f"outcomes/{node}")]
             found = [outcome for node in answered for outcome in self._read_outcomes(node)]
             silent -= len(answered)
             self._store.set(f"read/{self.node}", "")
             # The store may end with this process.
-            self._wait("read", answered, _LEAVE_S, hurry)
+            self._wait("read", answered, _LEAVE_S, skip_grace)
         return found, silent
 
     def publish_outcomes(self, outcomes: Sequence[RankOutcome]) -> None:
@@ -107,13 +107,13 @@ class NodeExchange:
         self._done = True
         return count > len(self._others)
 
-    def wait_all_done(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+    def wait_all_done(self, timeout_s: float, skip_grace: Callable[[], bool]) -> None:
         """Wait until the ranks of all nodes have ended, because the store may end with this process."""
         deadline = time.monotonic() + timeout_s
 
         def may_wait() -> bool:
             time.sleep(_WAIT_S)
-            return time.monotonic() < deadline and not hurry()
+            return time.monotonic() < deadline and not skip_grace()
 
         with contextlib.suppress(RuntimeError):
             while not self.all_done() and may_wait():
@@ -157,11 +157,16 @@ class NodeExchange:
         return found, complete
 
     def _wait(
-        self, what: str, nodes: list[int], timeout_s: float, hurry: Callable[[], bool]
+        self, what: str, nodes: list[int], timeout_s: float, skip_grace: Callable[[], bool]
     ) -> None:
         deadline = time.monotonic() + timeout_s
         keys = [f"{what}/{node}" for node in nodes]
-        while keys and not self._store.check(keys) and time.monotonic() < deadline and not hurry():
+        while (
+            keys
+            and not self._store.check(keys)
+            and time.monotonic() < deadline
+            and not skip_grace()
+        ):
             time.sleep(_WAIT_S)
 
     def _has(self, key: str) -> bool:

@@ -52,7 +52,7 @@ _MODULE = torch_private.RENDEZVOUS
 _HOLDER = f"{_MODULE}._BackendRendezvousStateHolder"
 _EXECUTOR = f"{_MODULE}._DistributedRendezvousOpExecutor"
 _HANDLER = f"{_MODULE}.DynamicRendezvousHandler"
-_OPTIONAL = f"{_MODULE}._delay"
+_RANDOM_DELAY = f"{_MODULE}._delay"
 # Without a warning: a job of one node imports this file too, and needs none of them.
 _found: list[Any] = [
     torch_private.look_up(path)
@@ -371,7 +371,7 @@ def rendezvous_of_nodes(
     if options is None or parameters.backend != "c10d" or not is_tcp or not _available():
         return torch_registry.get_rendezvous_handler(parameters)
     # `next_rendezvous` spreads many nodes over a time that depends on their number.
-    torch_private.wrap(_OPTIONAL, lambda delay: lambda seconds: None)
+    torch_private.wrap(_RANDOM_DELAY, lambda delay: lambda seconds: None)
     timeouts = {
         name: timedelta(seconds=seconds)
         for name in ("join", "last_call", "close", "heartbeat")
@@ -408,7 +408,7 @@ def _address(route: Route | None) -> str | None:
 def _available() -> bool:
     """Whether the installed torch has what this file needs; the first missing name gives one warning."""
     paths = [n.path for n in torch_private.NAMES if n.path.startswith(f"{_MODULE}.")]
-    return all(torch_private.has(path) for path in paths if path != _OPTIONAL)
+    return all(torch_private.has(path) for path in paths if path != _RANDOM_DELAY)
 
 
 def _positive(parameters: RendezvousParameters, key: str, default: int) -> int:

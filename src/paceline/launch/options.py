@@ -103,7 +103,7 @@ class LaunchOptions:
         return [*_diagnosis_options(self.args), *shutdown]
 
     @property
-    def shown(self) -> frozenset[int] | None:
+    def shown_local_ranks(self) -> frozenset[int] | None:
         """Local ranks whose output is shown; None for all."""
         text = self.args.local_ranks_filter
         return frozenset(int(part) for part in text.split(",")) if text else None
@@ -127,13 +127,13 @@ class LaunchOptions:
         )
 
     @property
-    def nodes(self) -> str:
+    def nnodes(self) -> str:
         """How many nodes the job may have: a number, or `MIN:MAX`."""
         low, high = self.config.min_nodes, self.config.max_nodes
         return str(low) if low == high else f"{low}:{high}"
 
     @property
-    def waiting(self) -> str:
+    def waiting_message(self) -> str:
         """How many nodes this one waits for, and where; empty if this node serves the store itself."""
         if self.address is not None:
             return ""
@@ -287,7 +287,7 @@ def _port_range(args: Namespace) -> tuple[int, int] | None:
     if args.port_range is None:
         return None
     first, _, last = args.port_range.partition("-")
-    if first.isdigit() and last.isdigit() and 0 < int(first) < int(last) < 1 << 16:
+    if first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16:
         return int(first), int(last)
     raise ConfigError(
         f"--port-range must be FIRST-LAST, and is {args.port_range!r}.",
@@ -310,7 +310,7 @@ def _apply_slurm(
             )
         return node_rank
     gpus, ranks = environ.get("SLURM_GPUS_ON_NODE", ""), args.nproc_per_node
-    if gpus.isdigit() and ranks.isdigit() and 0 < int(gpus) < int(ranks):
+    if gpus.isdecimal() and ranks.isdecimal() and 0 < int(gpus) < int(ranks):
         raise ConfigError(
             f"--nproc-per-node is {ranks}, and Slurm gave this node {count_of(int(gpus), 'GPU')}.",
             why="each rank needs a GPU of its own.",

@@ -39,8 +39,8 @@ _LINE_UP = b"\x1b[1A"
 _CURSOR = re.compile(rb"\n|\x1b\[(\d*)A|\x1b\[\?25([lh])")
 
 
-class Drawing:
-    """How many lines are above the cursor in what a rank draws again and again, such as rich's `Live`.
+class LiveDisplay:
+    """The height of what a rank draws again in its place, such as rich's `Live`: lines above the cursor.
 
     Each time it moves the cursor up to the first line. The number is known from the first such move on.
     """
@@ -95,9 +95,9 @@ class Console:
         self._pending = bytearray()
         self._holder: Stream | None = None
         self._written_at = 0.0
-        self._mid_line = self._drawing = False
-        self._display = Drawing()  # of the stream without a prefix
-        self._moved_lines = 0  # of the display, above which other lines were written meanwhile
+        self._mid_line = self._has_progress_bar = False
+        self._display = LiveDisplay()  # of the stream without a prefix
+        self._lines_to_restore = 0  # of the display, above which other lines were written meanwhile
 
     def free_for(self, stream: Stream) -> bool:
         """Whether no other stream is in the middle of a line, or has paused there for too long."""
@@ -129,15 +129,15 @@ class Console:
             # The rank draws it again below this line, and moves up by its height before.
             erase = _ERASE_LINE + (_LINE_UP + _ERASE_LINE) * height
             self._pending += erase if stream is not None else b"\n"
-            self._moved_lines, self._mid_line = height, False
+            self._lines_to_restore, self._mid_line = height, False
         elif self._mid_line and foreign:
             # The rank that draws a progress bar draws it again below this line.
-            self._pending += _ERASE_LINE if self._drawing and stream is not None else b"\n"
+            self._pending += _ERASE_LINE if self._has_progress_bar and stream is not None else b"\n"
             self._mid_line = False
         if self.is_terminal and stream is not None and not stream.prefix:
-            if self._moved_lines and _LINE_UP in data:
-                self._pending += b"\n" * self._moved_lines
-            self._moved_lines = 0
+            if self._lines_to_restore and _LINE_UP in data:
+                self._pending += b"\n" * self._lines_to_restore
+            self._lines_to_restore = 0
             self._display.feed(data)
         self._pending += data
         newline = data.rfind(b"\n")
@@ -145,7 +145,9 @@ class Console:
         # Escape sequences, such as one that shows the cursor, begin no line.
         self._mid_line = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and newline < 0)
         self._holder = stream if self._mid_line else None
-        self._drawing = self.is_terminal and (b"\r" in rest or (self._drawing and newline < 0))
+        self._has_progress_bar = self.is_terminal and (
+            b"\r" in rest or (self._has_progress_bar and newline < 0)
+        )
         self._written_at = time.monotonic()
         self.flush()
 
@@ -186,10 +188,10 @@ class Console:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ESPIPE, errno.EINVAL):
                     raise
-                self._may_write_all = False  # a terminal, a file, or an older kernel
+                self._may_write_all = False  # a terminal, another device, or an older kernel
         if not self._poll.poll(0):
             raise BlockingIOError
-        # A pipe that is ready takes PIPE_BUF bytes; a file takes all, and never was ready or not.
+        # A pipe that is ready takes PIPE_BUF bytes. A file takes all, and is always ready.
         size = len(self._pending) if self._is_file else select.PIPE_BUF
         return os.write(self.fd, self._pending[:size])
 
@@ -541,7 +543,7 @@ class Pump:
             self._selector.unregister(console.fd)
 
     def _timeout_s(self) -> float:
-        if any(stream.closing and not stream.full for stream in self._streams):
+        if any(s.closing and not s.ended and not s.full for s in self._streams):
             return 0.0
         return _IDLE_S
 

@@ -94,7 +94,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         local_ranks.pump.drain(stalled_s=1.0)
         os._exit(128 + number)
 
-    received_signals = signals.ReceivedSignals(stuck, wake=local_ranks.wake)
+    received_signals = signals.ReceivedSignals(stuck, on_signal=local_ranks.wake)
     local_ranks.has_signal = lambda: bool(received_signals.received)
     try:
         numbers = signals.parse(config.signals_to_handle)
@@ -103,8 +103,8 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
     forced = config.signals_to_handle != signals.DEFAULT_SIGNALS
     with received_signals.handled(numbers, force=forced):
         try:
-            if options.waiting:
-                local_ranks.say(f"paceline: {options.waiting}\n")
+            if options.waiting_message:
+                local_ranks.say(f"paceline: {options.waiting_message}\n")
             with received_signals.interruptible():
                 rendezvous = _rendezvous(options, local_ranks)
         except SignalException as error:
@@ -264,7 +264,7 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
         endpoint=options.endpoint,
         facts=facts_of_this_node(
             rank=options.node_rank,
-            nodes=options.nodes,
+            nodes=options.nnodes,
             script=args.training_script,
             is_file=options.is_python and not args.module,
         ),

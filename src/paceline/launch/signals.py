@@ -31,22 +31,22 @@ class ReceivedSignals:
     """The received signals of the launcher, and whether they may interrupt the main thread.
 
     Args:
-        stuck: Called in a thread with a signal that the main thread has not handled for 5 s,
+        on_unhandled: Called in a thread with a signal that the main thread has not handled for 5 s,
             because it waits in native code, which Python handlers do not interrupt.
-        wake: Called in a thread when a signal was received.
+        on_signal: Called in a thread when a signal was received.
     """
 
-    def __init__(self, stuck: Callable[[int], None], wake: Callable[[], None]) -> None:
+    def __init__(self, on_unhandled: Callable[[int], None], on_signal: Callable[[], None]) -> None:
         self.received: list[signal.Signals] = []
         self._first_at = self._last_at = 0.0
         self._for_ranks: list[signal.Signals] = []
-        self._stuck = stuck
-        self._wake = wake
+        self._on_unhandled = on_unhandled
+        self._on_signal = on_signal
         self._interruptible = self._ranks_ended = False
         self._handled: set[int] = set()
 
     @property
-    def hurry(self) -> bool:
+    def skip_grace(self) -> bool:
         """Whether a later signal asks to end without a grace period."""
         return self._last_at - self._first_at > SAME_SIGNAL_S
 
@@ -126,13 +126,13 @@ class ReceivedSignals:
     def _watch(self, wakeups: socket.socket) -> None:
         # Signals with a Python handler arrive here at once, even if the main thread waits in native code.
         while numbers := wakeups.recv(64):
-            self._wake()
+            self._on_signal()
             ours = [number for number in numbers if number in self._handled]
             deadline = time.monotonic() + _STUCK_S
             while ours and not self.received and time.monotonic() < deadline:
                 time.sleep(0.05)
             if ours and not self.received:
-                self._stuck(ours[0])
+                self._on_unhandled(ours[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._last_at = time.monotonic()

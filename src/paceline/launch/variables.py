@@ -57,7 +57,7 @@ def _apply(send: Callable[[dict[str, Any]], Any], name: str, value: str) -> None
     elif os.environ.get(name) == value:
         return  # it was set before torch was imported
     elif name == "MASTER_PORT":
-        _meet_at_port(name, value)
+        _leave_agent_store(name, value)
     elif name.startswith("TORCH") and "torch._dynamo" not in sys.modules:
         send({"event": "variable"})
     if name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
@@ -68,7 +68,7 @@ def _apply(send: Callable[[dict[str, Any]], Any], name: str, value: str) -> None
         )
 
 
-def _meet_at_port(name: str, value: str) -> None:
+def _leave_agent_store(name: str, value: str) -> None:
     """If a script sets MASTER_PORT, its ranks do not meet at the store of the launcher."""
     # With this variable, rank 0 would connect to that port, where the launcher has opened no store.
     if name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
@@ -106,5 +106,5 @@ def _is_importable() -> bool:
 
 def run_spawned(run: Callable[[], Any]) -> Any:
     """Call `run` of a spawned process, which may set a port too."""
-    _watch(_meet_at_port)
+    _watch(_leave_agent_store)
     return run()

@@ -137,6 +137,7 @@ class Control:
         if self._is_ours():
             os.close(self._socket.detach())
         self._probe = None
+        self._lock = threading.Lock()  # another thread may have held it at the fork
         os.environ.pop("PACELINE_CONTROL_FD", None)
 
 
@@ -144,7 +145,7 @@ def main() -> NoReturn:
     """Run one rank."""
     global _status
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
-    probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
+    probe = _probe.Probe(int(fd)) if fd else None
     control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
     control.handlers["ignore_preemption"] = lambda _: _ignore_preemption()
     # The interpreter has put this folder there. `_run` puts the script's folder there.
@@ -168,8 +169,9 @@ def main() -> NoReturn:
         faulthandler.enable(all_threads=False)
     sys.orig_argv = _orig_argv(script)
     sys.argv = script["argv"]
-    if watcher := os.environ.pop("PACELINE_BEFORE", ""):
-        importlib.import_module(watcher).install(control)
+    # Of `paceline verify` and `paceline profile`: a module that prepares this process for the script.
+    if harness := os.environ.pop("PACELINE_BEFORE", ""):
+        importlib.import_module(harness).install(control)
     _status = _run(script, control)
     sys.exit(_status)
 
@@ -240,8 +242,7 @@ def _run(script: dict[str, Any], control: Control) -> int:
 
 def _run_path(script: str) -> None:
     main_module = sys.modules["__main__"]
-    if os.path.isdir(script) or not _is_source(script):
-        # A directory or zip archive with a __main__.py.
+    if (source := _read_source(script)) is None:
         sys.path.insert(0, script)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
@@ -252,14 +253,16 @@ def _run_path(script: str) -> None:
     main_module.__dict__.update(
         __file__=path, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
     )
-    with open(script, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main_module.__dict__)
+    exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
 
 
-def _is_source(script: str) -> bool:
-    with open(script, "rb") as file:
-        return file.read(4) != b"PK\x03\x04"
+def _read_source(script: str) -> bytes | None:
+    """The source of a script; None for a directory or zip archive with a __main__.py."""
+    if os.path.isdir(script):
+        return None
+    with open(script, "rb") as file:  # once: it may be a pipe, such as /dev/stdin
+        begin = file.read(4)
+        return None if begin == b"PK\x03\x04" else begin + file.read()
 
 
 def _exit_code(error: SystemExit, control: Control) -> int:
@@ -423,8 +426,10 @@ def _has_group_threads() -> bool:
 
 def _drop_script() -> None:
     """Finalise the script's objects, as the end of an interpreter does."""
-    # Only the script's globals hold this loader, so it exists as long as they do.
-    witness = weakref.ref(sys.modules["__main__"].__dict__["__loader__"])
+    # Only the script's globals hold this loader, so it exists as long as they do. pdb, for one, removes it.
+    loader = getattr(sys.modules.get("__main__"), "__loader__", None)
+    witness = (lambda: None) if loader is None else weakref.ref(loader)
+    del loader
     # The globals are released, not cleared, so that finalizers still see them.
     sys.modules["__main__"] = types.ModuleType("__main__")
     gc.collect()

@@ -1,0 +1,64 @@
+"""Questions of the launcher to the probes of its ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.launch.local_ranks import UNASKED, LocalRanks, Question, Rank
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The launcher's end of a rank's socket, and that of the rank."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def rank_of(ours: socket.socket, **more: Any) -> Any:
+    rank: Any = object.__new__(Rank)
+    facts = {"rank": 0, "returncode": None, "events": [], "answers": {}, "_unanswered": set()}
+    vars(rank).update(facts | {"_socket": ours} | more)
+    return rank
+
+
+def test_a_rank_that_does_not_answer_is_asked_once(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Its socket would become full, and the launcher would wait for it."""
+    ours, theirs = pair
+    rank = rank_of(ours)
+    for _ in range(3):
+        question = Question([rank], "state", now=0.0, within_s=1.0)
+    (asked,) = map(json.loads, theirs.recv(1 << 16).splitlines())
+    answer = {"event": "state", "id": asked["id"]}
+    rank._add_events([json.dumps(answer).encode()])
+    assert not question.answers  # this is the answer to the first one
+    question = Question([rank], "state", now=0.0, within_s=1.0)
+    (asked,) = map(json.loads, theirs.recv(1 << 16).splitlines())
+    rank._add_events([json.dumps(answer | {"id": asked["id"]}).encode()])
+    assert question.answered
+
+
+def test_a_failure_is_not_described_by_answers_from_before(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    numbers = itertools.count(UNASKED)
+    ranks = [
+        rank_of(pair[0], rank=number, returncode=1, answers={"state": {"id": next(numbers)}})
+        for number in range(3)
+    ]
+    for rank in ranks:
+        rank.poll = lambda: 1
+    local_ranks: Any = object.__new__(LocalRanks)
+    local_ranks.ranks = ranks
+    local_ranks.request_states()
+    # The one that a failing rank gave by itself is kept.
+    assert [rank.answers for rank in ranks] == [{"state": {"id": UNASKED}}, {}, {}]
