@@ -142,6 +142,20 @@ def test_a_pipe_that_is_our_output_holds_more_than_it_does_by_default() -> None:
     os.close(read)
 
 
+def test_the_thread_sleeps_while_an_ended_stream_waits_for_a_line_of_another(pump: Pump) -> None:
+    read, write = os.pipe()
+    console = Console(write)
+    ended, other = Stream(-1, console, b"[0] "), Stream(-1, console, b"[1] ")
+    console.write(b"[1] a line without an end", other)
+    ended.closing = ended.ended = True
+    pump._streams.append(ended)
+    assert not ended.free
+    assert pump._timeout_s() > 0
+    pump._streams.remove(ended)
+    for fd in (read, write):
+        os.close(fd)
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_without_writes_that_never_block_it_writes_what_a_ready_pipe_takes(
     pump: Pump, monkeypatch: pytest.MonkeyPatch, is_file: bool, tmp_path: Path
