@@ -587,22 +587,23 @@ def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: t
 
 
 @pytest.mark.parametrize(
-    ("own", "result", "found"),
+    ("own", "results", "found"),
     [
-        ([0.5, 0.2], [0.7], FaultFound),  # means of 3 and 2 samples; 0.38 on one process
-        ([0.38, 0.38], [0.76], NoFault),
-        ([0.9, 0.3], [1.2], NotJudged),  # such as an F1 score
-        ([2.0, 1.0], [3.0, 5.0], NoFault),  # with the number of samples
+        ([0.5, 0.2], [[0.7]], FaultFound),  # means of 3 and 2 samples; 0.38 on one process
+        ([0.38, 0.38], [[0.76]], NoFault),
+        ([0.9, 0.3], [[1.2]], NotJudged),  # such as an F1 score
+        ([2.0, 1.0], [[3.0, 5.0]], NoFault),  # with the number of samples
+        ([2.0, 1.0], [[3.0], [5.0]], NoFault),  # in a call of its own
     ],
 )
 def test_a_reduction_that_one_process_does_not_enter(
-    own: list[float], result: list[float], found: type
+    own: list[float], results: list[list[float]], found: type
 ) -> None:
-    reduced = replace(call("all_reduce", 8), evaluation=1)
-    parts = [
-        _evaluation(rows, replace(reduced, values=[x]), CollectiveEnded(values=result), _read(0.1))
-        for rows, x in zip(("abc", "de"), own, strict=True)
-    ]
+    parts = []
+    for rows, x in zip(("abc", "de"), own, strict=True):
+        begun = replace(call("all_reduce", 8), evaluation=1, values=[x])
+        calls = [event for each in results for event in (begun, CollectiveEnded(values=each))]
+        parts.append(_evaluation(rows, *calls, _read(0.1)))
     whole = run("solo", _evaluation("abcde", _read(0.0, 5), _read(1.0, 5), _read(0.38)))
     judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
     assert isinstance(judged, found), judged

@@ -27,10 +27,10 @@ _MAX_AHEAD = 2
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A call that reduced small values, and their results."""
+    """A call that reduced small values, or gathered those of each rank."""
 
     call: CollectiveBegun
-    results: list[float]
+    results: list[float]  # those of a gather are summed over the ranks
 
 
 @dataclass
@@ -119,6 +119,9 @@ class EvaluationReader:
         if call is None or call.evaluation is None or self._is_of_samples:
             return
         if 0 < len(results) <= MAX_METRIC_VALUES and call.op in _REDUCTIONS:
+            if "gather" in call.op:
+                length = len(results) // max(len(call.group), 1)
+                results = [sum(results[k::length]) for k in range(length)]
             self._found[call.evaluation].reductions.append(Reduction(call, results))
 
     def _on_forward(self, event: ForwardEnded) -> None:
