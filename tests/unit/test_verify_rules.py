@@ -64,8 +64,8 @@ from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
-from paceline.audit.rules.statistics import different_untrained_models
-from paceline.audit.rules.weights import changed_outside
+from paceline.audit.rules.statistics import different_buffers, different_untrained_models
+from paceline.audit.rules.weights import changed_outside, drifting_weights
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.report import notes_on
@@ -316,6 +316,27 @@ def test_a_metric_of_one_rank_is_a_note() -> None:
     reduced = [_evaluation(r, replace(call("all_reduce", 8), evaluation=1)) for r in ("abc", "de")]
     assert isinstance(metric_of_one_rank(case(*reduced)), NoFault)
     assert isinstance(metric_of_one_rank(case(parts[0], _evaluation("abc"))), NoFault)
+    # Such as by `.tolist()`, which is not recorded.
+    unseen = metric_of_one_rank(case(_evaluation("abc"), _evaluation("de")))
+    assert isinstance(unseen, NotJudged)
+    assert "no metric of it was seen" in unseen.why
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_weights_that_no_model_uses_are_not_called_equal(differ: bool) -> None:
+    steps = [OptimizerStepEnded(step=1, params={"w": weight}) for weight in (1, 1 + differ)]
+    judged = drifting_weights(case(*[[step] for step in steps]))
+    assert isinstance(judged, NotJudged)
+    assert judged.is_open == differ
+
+
+def test_buffers_that_were_compared_are_called_equal() -> None:
+    def judge(**buffers: int) -> NoFault | NotJudged | FaultFound:
+        return different_buffers(case(*[[ForwardEnded(trains=True, buffers=buffers)]] * 2))
+
+    assert judge() == NoFault("the models have no buffers.")
+    assert judge(mean=1) == NoFault("the buffers were equal on all ranks when training.")
+    assert isinstance(different_buffers(case([], [])), NotJudged)
 
 
 @pytest.mark.parametrize(

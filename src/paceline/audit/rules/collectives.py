@@ -26,7 +26,9 @@ from paceline.errors import name_ranks
 def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
     if case.updates_differ:
-        return NotJudged("the ranks take other steps, so they were not ended after the same one.")
+        return NotJudged(
+            "the ranks take different steps, so they were not ended after the same one."
+        )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
     steps = case.ordinary.plan.steps if cut else math.inf
     sequences = [_sequence(log, case.world_size, steps) for log in case.ranks]

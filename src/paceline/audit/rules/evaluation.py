@@ -254,7 +254,8 @@ def misordered_gather(case: Case) -> Judgement:
     forwards = case.with_solo_weights.ranks[0].of(ForwardEnded)
     if any(event.drew for event in forwards if event.evaluation is not None):
         return NotJudged("the evaluation draws random numbers.")
-    results = [(own, result) for own in _compare(case) for result in own.computed]
+    compared = _compare(case)
+    results = [(own, result) for own in compared for result in own.computed]
     for own, result in results:
         if result.is_sum or own.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
             continue
@@ -279,6 +280,10 @@ def misordered_gather(case: Case) -> Judgement:
             if result.solo
             else f"the metric is {result.value:.3g} instead of 0",
         )
+    if not any(own.ranks[0].gathers for own in compared):
+        return NoFault("no values were gathered while evaluating.")
+    if not results:
+        return NotJudged("no number was seen that all ranks computed from gathered values.")
     return NoFault(
         f"{len(results)} numbers were computed from gathered values while evaluating; they are those of one "
         f"process, or differ by at most {_LARGE_CHANGE:.0%}."
@@ -378,19 +383,29 @@ def metric_of_one_rank(case: Case) -> Judgement:
     ops = [event.op for each in evaluations.values() for event in each.collectives]
     if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
-    for (number, _, _), of_ranks in _evaluated(case.ranks).items():
-        numbers = evaluations[number].numbers if number in evaluations else {}
-        own, others = set(of_ranks[0]), set().union(*map(set, of_ranks[1:]))
-        if not numbers or not own or not others or own & others:
+    is_unseen = False
+    for (number, _, _), (own, *others) in _evaluated(case.ranks).items():
+        of_others = set().union(*others)
+        if not own or not of_others or of_others.intersection(own):
             continue
+        numbers = evaluations[number].numbers
+        if not numbers:
+            is_unseen = True
+            continue
+        sizes = [len(rows) for rows in (own, *others)]
         return FaultFound(
             what="rank 0 takes a metric of its own part of the evaluated samples.",
             at=next(reversed(numbers)),
             ranks=[0],
             why="each rank evaluates a different part, and the script reduces no result.",
             fix="all_reduce the sum and the number of samples before the number is printed or compared.",
-            evidence=f"the ranks evaluated {' + '.join(str(len(each)) for each in of_ranks)} samples",
-            effect=f"{len(own) / (len(own) + len(others)):.0%} of the samples are in the metric",
+            evidence=f"the ranks evaluated {' + '.join(map(str, sizes))} samples",
+            effect=f"{sizes[0] / sum(sizes):.0%} of the samples are in the metric",
             is_note=True,
         )
-    return NoFault("no rank took a metric of its own part of the evaluated samples.")
+    if is_unseen:
+        return NotJudged(
+            "each rank evaluated its own part of the samples, and no metric of it was seen: `.tolist()` and "
+            "`.numpy()` are not recorded."
+        )
+    return NoFault("no evaluation was divided over the ranks.")

@@ -28,6 +28,10 @@ def different_buffers(case: Case) -> Judgement:
     if not all(uses):
         uses = [_first_uses(log.training_forwards) for log in case.ranks]
     buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
+    if not all(buffers):
+        return NotJudged("no torch.nn.Module was called in the watched steps.")
+    if not any(names for own in buffers for names in own.values()):
+        return NoFault("the models have no buffers.")
     found = first_difference(differing(buffers))
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
@@ -40,13 +44,13 @@ def different_buffers(case: Case) -> Judgement:
         why="each rank updates its buffers from its own samples, so each rank evaluates a different model.",
         fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before the model "
         "is used.",
-        evidence=f"equal names, other values, after step {first.steps_done}",
+        evidence=f"equal names, different values, after step {first.steps_done}",
         effect=f"{len(names)} of {len(first.buffers)} buffers differ between ranks",
     )
 
 
 def different_untrained_models(case: Case) -> Judgement:
-    """The ranks use a model that is not trained, such as a mean of the weights, with other weights."""
+    """The ranks use a model that is not trained, such as a mean of the weights, with different weights."""
     uses = [
         _first_uses(e for e in _since_training_began(log) if e.params is not None and not e.trains)
         for log in case.ranks

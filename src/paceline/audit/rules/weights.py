@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.audit.events import ForwardEnded, WeightsChanged
+from paceline.audit.events import (
+    ForwardEnded,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
+    WeightsChanged,
+)
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
@@ -103,6 +108,15 @@ def changed_outside(case: Case) -> Judgement:
 def drifting_weights(case: Case) -> Judgement:
     """The weights differ after an optimizer step, and no other rule knows why."""
     mismatch = case.mismatch
+    log = case.ranks[0]
+    uses = [e.params for e in log.training_forwards]
+    uses += [e.outside_models for e in log.of(OptimizerStepBegun)]
+    if not any(uses):
+        updated = [[e.params for e in log.of(OptimizerStepEnded)] for log in case.ranks]
+        return NotJudged(
+            "no torch.nn.Module was called in training, so the weights were seen after optimizer steps only.",
+            is_open=any(params != updated[0] for params in updated),
+        )
     if mismatch is None or mismatch.outside:
         return NoFault("after each optimizer step the ranks' weights were equal.")
     if mismatch.is_restored:
