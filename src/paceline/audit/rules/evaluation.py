@@ -85,7 +85,7 @@ def evaluated_twice(case: Case) -> Judgement:
             is_note=surplus <= _SMALL_SHARE * total,
         )
     if unclear:
-        return NotJudged("the evaluated samples are unknown, or others than on one process.")
+        return NotJudged("the evaluated samples are unknown, or not those of one process.")
     return NoFault("no sample was evaluated twice, or it does not change the results.")
 
 
@@ -248,7 +248,7 @@ def _compare(case: Case) -> list[_Comparison]:
 
 
 def misordered_gather(case: Case) -> Judgement:
-    """Gathered predictions are compared with labels in another order."""
+    """Gathered predictions are compared with labels in a different order."""
     if case.with_solo_weights is None:
         return NotJudged(case.why_no_replay)
     forwards = case.with_solo_weights.ranks[0].of(ForwardEnded)

@@ -186,7 +186,7 @@ def _is_sharded(loader: LoaderSeen, world_size: int) -> bool:
 
 
 def _reads_a_part(case: Case, name: str) -> bool:
-    """Whether each rank's whole first pass has only its part of the samples, as a sampler of its own cuts."""
+    """Whether each rank's first pass reads only about 1/N of the dataset, as with a custom sampler."""
     whole = case.ranks[0].loaders[name].root_samples
     firsts = [log.passes.get((name, 0)) for log in case.ranks]
     sizes = [sum(len(b.ids or ()) for b in each.batches) for each in firsts if each and each.ended]
@@ -205,7 +205,7 @@ def _is_read_whole(loader: LoaderSeen) -> bool:
 
 
 def _divides_batches(case: Case) -> bool:
-    """Whether the ranks get equal batches, and each gives the model another part of them."""
+    """Whether the ranks get equal batches, and each gives the model a different part of them."""
     sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
     forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
     if not sizes or len(forwards) < len(sizes):
@@ -357,10 +357,10 @@ def _inputs_of_models(case: Case) -> Judgement:
     if count < _MIN_FORWARDS:
         return NotJudged("without a DataLoader, too few inputs of the model were seen.")
     same = all(each[:count] == rows[0][:count] for each in rows)
-    # Of one pass: over several that are shuffled anew, the shards of a rank are the whole dataset.
+    # Compare one pass only: over several shuffled passes, one rank's shards add up to the whole dataset.
     passes = [each[:count] if same else _first_pass(each) for each in rows]
     judged = min(map(len, passes))
-    # Sets, because the ranks may read the same batches in another order.
+    # Sets, because the ranks may read the same batches in a different order.
     sets = [{row for each in own[:judged] for row in each} for own in passes]
     common = set.intersection(*sets)
     shifted = judged >= _MIN_FORWARDS and len(common) >= _WHOLE * max(map(len, sets))

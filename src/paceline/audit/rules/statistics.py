@@ -61,7 +61,7 @@ def different_untrained_models(case: Case) -> Judgement:
     found = first_difference(used)
     if found is not None:
         if not case.trains_together and case.mismatch is not None:
-            return NotJudged("the ranks exchange no gradients, and each trains another model.")
+            return NotJudged("the ranks exchange no gradients, and each trains a different model.")
         point, names = found
         first = uses[0][point]
         use = "evaluate" if first.evaluation else "train with"

@@ -60,13 +60,13 @@ def uneven_use(case: Case) -> Judgement:
         return NotJudged("a pass over the samples has only a few steps.")
     # The watched steps may end within a pass, after which some samples were used once more.
     is_whole = len(set(solo.values())) == 1 and all(map(_ends_with_a_pass, logs))
-    more = 0 if is_whole else 1
-    times, share_of_one = _unusual(solo, solo, more)
+    slack = 0 if is_whole else 1
+    uses_of_one, share_of_one = _usual_uses(solo, solo, slack)
     if share_of_one > _FEW:
         return NotJudged("one process does not use each sample equally often either.")
-    usual, share = _unusual(total, solo, more)
+    uses, share = _usual_uses(total, solo, slack)
     if share <= _FEW:
-        return NoFault(f"each sample was used {_times(usual, more)}.")
+        return NoFault(f"each sample was used {_as_text(uses, slack)}.")
     least, most = min(total[i] for i in solo), max(total.values())
     log = case.ranks[0]
     loaders = [log.loaders[name] for name in log.training_loaders]
@@ -77,7 +77,7 @@ def uneven_use(case: Case) -> Judgement:
         "samples of all ranks is used for those of one rank, as in a resume, or a stream is divided twice.",
         fix="compute positions in the order of all samples first, then give each rank its part once.",
         evidence=f"the samples were used {least} to {most} times; one process used each "
-        f"{_times(times, more)}",
+        f"{_as_text(uses_of_one, slack)}",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
     )
 
@@ -115,16 +115,16 @@ def _leaves_out(run: Run) -> bool:
     return False
 
 
-def _unusual(times: Counter[Any], samples: Collection[Any], more: int) -> tuple[int, float]:
-    """The usual number k of uses, and the share of the samples that are not used k to k + `more` times."""
-    number = Counter(times[i] for i in samples)
-    usual_at = {k: sum(number[k + i] for i in range(more + 1)) for k in number}
-    usual = max(usual_at, key=lambda k: (usual_at[k], -k))
-    return usual, 1 - usual_at[usual] / max(number.total(), 1)
+def _usual_uses(uses: Counter[Any], samples: Collection[Any], slack: int) -> tuple[int, float]:
+    """The usual number of uses n, and the share of the samples that are not used n to n + `slack` times."""
+    samples_by_uses = Counter(uses[i] for i in samples)
+    usual = {n: sum(samples_by_uses[n + i] for i in range(slack + 1)) for n in samples_by_uses}
+    most = max(usual, key=lambda n: (usual[n], -n))
+    return most, 1 - usual[most] / max(samples_by_uses.total(), 1)
 
 
-def _times(usual: int, more: int) -> str:
-    return f"{usual} or {usual + 1} times" if more else f"{usual} time{'s' * (usual != 1)}"
+def _as_text(uses: int, slack: int) -> str:
+    return f"{uses} or {uses + 1} times" if slack else f"{uses} time{'s' * (uses != 1)}"
 
 
 def learns_less(case: Case) -> Judgement:
