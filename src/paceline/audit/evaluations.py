@@ -104,15 +104,15 @@ class EvaluationReader:
         self._call = event
         if event.evaluation is None:
             return
-        own = self._found[event.evaluation]
+        evaluation = self._found[event.evaluation]
         gathers = "gather" in event.op
-        if not own.gathers and (gathers or not own.collectives):
-            own.numbers.clear()
-        own.collectives.append(event)
+        if not evaluation.gathers and (gathers or not evaluation.collectives):
+            evaluation.numbers.clear()
+        evaluation.collectives.append(event)
         values = max(event.items, math.prod(event.shape))
         is_one_each = event.shape[:1] == [self._samples]
         self._is_of_samples = gathers and (values > MAX_METRIC_VALUES or is_one_each)
-        own.gathers_samples |= self._is_of_samples
+        evaluation.gathers_samples |= self._is_of_samples
 
     def _on_result(self, results: list[float]) -> None:
         call = self._call

@@ -56,10 +56,8 @@ def evaluated_twice(case: Case) -> Judgement:
             continue
         gathers = case.ranks[0].evaluations.get(number, Evaluation()).gathers_samples
         compared = _compare(case)
-        results = [
-            result for own in compared for result in (own.computed if gathers else own.reduced)
-        ]
-        counts_padding = any(own.counts_padding(r) for own in compared for r in own.computed)
+        results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
+        counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
         if results and all(r.is_same for r in results) and not (gathers and counts_padding):
             continue  # the script removes the surplus, or it does not matter
         if gathers and not counts_padding:
@@ -125,19 +123,20 @@ class _Result:
 class _Comparison:
     """An evaluation of one process, and the same one of several ranks with the same weights."""
 
-    one: Evaluation
+    solo: Evaluation
     ranks: list[Evaluation]
     only_ranks_reduce: bool  # whether one process enters no reduction in any evaluation
 
     @cached_property
     def samples(self) -> int:
         """How many samples the ranks evaluated before the first collective."""
-        return sum(own.num_samples for own in self.ranks)
+        return sum(evaluation.num_samples for evaluation in self.ranks)
 
     @cached_property
     def rows(self) -> list[Any]:
         """What the ranks evaluated."""
-        return [row for own in self.ranks for part in own.rows.values() for row in part]
+        passes = (rows for evaluation in self.ranks for rows in evaluation.rows.values())
+        return [row for rows in passes for row in rows]
 
     @cached_property
     def reduced(self) -> list[_Result]:
@@ -146,41 +145,42 @@ class _Comparison:
         If only the ranks reduce, each is compared with the closest number that one process took.
         """
         # Several numbers of one line belong to the batches.
-        taken = [numbers[0] for numbers in self.one.numbers.values() if len(numbers) == 1]
+        taken = [numbers[0] for numbers in self.solo.numbers.values() if len(numbers) == 1]
         found = []
-        for index, reduction in enumerate(self.ranks[0].reductions):
-            call, solo = reduction.call, self.one.reductions[index : index + 1]
-            of_ranks = [each for own in self.ranks for each in own.reductions[index : index + 1]]
-            given = [each.call.values or [] for each in of_ranks]
-            for k, value in enumerate(reduction.results):
-                expected = [x for own in solo for x in own.results[k : k + 1]]
+        for index, first in enumerate(self.ranks[0].reductions):
+            same = slice(index, index + 1)
+            of_ranks = [r for evaluation in self.ranks for r in evaluation.reductions[same]]
+            for k, value in enumerate(first.results):
+                expected = [r.results[k] for r in self.solo.reductions[same] if len(r.results) > k]
                 if self.only_ranks_reduce:
                     expected = taken or [math.nan]
-                means = (value,) if call.reduce == "AVG" else (value, value / len(self.ranks))
-                pairs = [(x, y) for x in expected for y in means]
-                if pairs:
-                    x, mean = min(pairs, key=lambda pair: abs(pair[0] - pair[1]))
-                    own = [y for values in given for y in values[k : k + 1]]
-                    found.append(_Result(call, call.at, x, value, mean, own))
+                is_mean = first.call.reduce == "AVG"
+                means = [value] if is_mean else [value, value / len(self.ranks)]
+                pairs = [(x, mean) for x in expected for mean in means]
+                if not pairs:
+                    continue
+                solo, mean = min(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+                given = [x for r in of_ranks for x in (r.call.values or [])[k : k + 1]]
+                found.append(_Result(first.call, first.call.at, solo, value, mean, given))
         return found
 
     @cached_property
     def computed(self) -> list[_Result]:
         """What all ranks computed alike after a gather, from the samples of one process."""
-        first, rows = self.ranks[0], set().union(*self.one.rows.values())
+        first, rows = self.ranks[0], set().union(*self.solo.rows.values())
         if not rows or not first.gathers or set(self.rows) != rows:
             return []
         return [
             _Result(
                 first.gathers[-1],
                 at,
-                solo=sum(self.one.numbers[at]),
+                solo=sum(self.solo.numbers[at]),
                 value=sum(numbers),
                 mean=sum(numbers),
-                is_sum=max(len(self.one.numbers[at]), len(numbers)) > 1,
+                is_sum=max(len(self.solo.numbers[at]), len(numbers)) > 1,
             )
             for at, numbers in first.numbers.items()
-            if at in self.one.numbers and all(own.numbers.get(at) == numbers for own in self.ranks)
+            if at in self.solo.numbers and all(e.numbers.get(at) == numbers for e in self.ranks)
         ]
 
     def differs(self, result: _Result) -> bool:
@@ -194,7 +194,7 @@ class _Comparison:
 
     def is_mean_of_own_samples(self, result: _Result) -> bool:
         """Whether the values of the ranks, weighted by their samples, give that of one process."""
-        counts, given = [own.num_samples for own in self.ranks], result.given
+        counts, given = [e.num_samples for e in self.ranks], result.given
         if not self.samples or len(given) < len(counts):
             return False
         mean = sum(n * x for n, x in zip(counts, given, strict=True)) / self.samples
@@ -255,11 +255,11 @@ def misordered_gather(case: Case) -> Judgement:
     if any(event.drew for event in forwards if event.evaluation is not None):
         return NotJudged("the evaluation draws random numbers.")
     compared = _compare(case)
-    results = [(own, result) for own in compared for result in own.computed]
-    for own, result in results:
-        if result.is_sum or own.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
+    results = [(each, result) for each in compared for result in each.computed]
+    for each, result in results:
+        if result.is_sum or each.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
             continue
-        if own.surplus_counted(result) is None:
+        if each.surplus_counted(result) is None:
             if result.value == round(result.value):
                 continue  # such as a number of batches
             return NotJudged(
@@ -280,7 +280,7 @@ def misordered_gather(case: Case) -> Judgement:
             if result.solo
             else f"the metric is {result.value:.3g} instead of 0",
         )
-    if not any(own.ranks[0].gathers for own in compared):
+    if not any(each.ranks[0].gathers for each in compared):
         return NoFault("no values were gathered while evaluating.")
     if not results:
         return NotJudged("no number was seen that all ranks computed from gathered values.")
@@ -304,25 +304,25 @@ def averaged_metric(case: Case) -> Judgement:
     judged = with_counts = 0
     unclear: _Result | None = None
     compared = _compare(case)
-    for own in compared:
-        one, first = own.one.reductions, own.ranks[0].reductions
-        if one and first and len(one) != len(first):
+    for each in compared:
+        of_one, of_rank = len(each.solo.reductions), len(each.ranks[0].reductions)
+        if of_one and of_rank and of_one != of_rank:
             return NotJudged("the runs reduced different numbers of values.", is_open=True)
-        counts = [result.call for result in own.reduced if _close(result.value, own.samples)]
+        counts = [result.call for result in each.reduced if _close(result.value, each.samples)]
         if counts:
             # Sums, which the script divides by the number of samples; another value may be a score.
-            with_counts += len(own.reduced)
-            beside = [] if own.only_ranks_reduce else [r for r in own.reduced if r.call in counts]
-            differing = [result for result in beside if own.is_mean_of_scores(result)]
+            with_counts += len(each.reduced)
+            beside = [] if each.only_ranks_reduce else [r for r in each.reduced if r.call in counts]
+            differing = [result for result in beside if each.is_mean_of_scores(result)]
         else:
-            judged += len(own.reduced)
-            differing = [result for result in own.reduced if own.differs(result)]
-            means = [result for result in differing if own.is_mean_of_own_samples(result)]
+            judged += len(each.reduced)
+            differing = [result for result in each.reduced if each.differs(result)]
+            means = [result for result in differing if each.is_mean_of_own_samples(result)]
             if means:
                 return _metric_fault(case, max(means, key=_change), is_mean=True)
         unclear = unclear or max(differing, key=lambda r: _change(r) >= _SMALL_SHARE, default=None)
     if unclear is not None:
-        if any(own.only_ranks_reduce for own in compared):
+        if any(each.only_ranks_reduce for each in compared):
             return NotJudged(
                 f"one process does not enter the reduction at {unclear.at}, and reads no number there that "
                 "could be compared with the result.",
