@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -112,6 +112,11 @@ class Pass:
     # For each batch, the backwards between it and the next batch of any loader.
     backwards: list[list[BackwardBegun]] = field(default_factory=list)
     ended: bool = False  # whether the loader was exhausted
+
+    @property
+    def ids(self) -> list[Any]:
+        """The indices of its samples, in order; empty without indices."""
+        return [index for batch in self.batches for index in batch.ids or ()]
 
 
 @dataclass(eq=False)

@@ -104,9 +104,9 @@ def _same_order(one: Pass, other: Pass) -> bool:
     """Whether two passes began with the same samples in the same order, of two batches at least."""
     a, b = ([e.ids or e.content for e in each.batches] for each in (one, other))
     common = min(len(a), len(b))
-    ids = [i for each in a if isinstance(each, list) for i in each]
     # Data that is not shuffled at all is no fault.
-    return common > 1 and a[:common] == b[:common] and (not ids or ids != sorted(ids))
+    is_shuffled = not one.ids or one.ids != sorted(one.ids)
+    return common > 1 and a[:common] == b[:common] and is_shuffled
 
 
 def _training_passes(log: RankLog, name: str) -> list[Pass]:

@@ -164,14 +164,11 @@ def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] 
         epochs = {each.begin.epoch for each in passes[1:] if each}  # see `same_order_each_epoch`
         if len(epochs) > 1 or not all(each and each.ended for each in passes):
             continue
-        solo, *samples = [
-            Counter(i for batch in each.batches for i in batch.ids or ()) for each in passes if each
-        ]
-        seen = Counter(i for own in samples for i in own)
+        solo, *of_ranks = [each.ids for each in passes if each]
+        seen = Counter(index for ids in of_ranks for index in ids)
         shared = sum(times > 1 for times in seen.values())
-        if max(solo.values(), default=2) == 1 and shared > max(
-            case.world_size * 2, _OVERLAP * len(seen)
-        ):
+        is_large = shared > max(case.world_size * 2, _OVERLAP * len(seen))
+        if solo and len(set(solo)) == len(solo) and is_large:
             begin = next(each.begin for each in passes[1:] if each)
             return begin, shared, len(seen)
     return None
@@ -189,7 +186,7 @@ def _reads_a_part(case: Case, name: str) -> bool:
     """Whether each rank's first pass reads only about 1/N of the dataset, as with a custom sampler."""
     whole = case.ranks[0].loaders[name].root_samples
     firsts = [log.passes.get((name, 0)) for log in case.ranks]
-    sizes = [sum(len(b.ids or ()) for b in each.batches) for each in firsts if each and each.ended]
+    sizes = [len(each.ids) for each in firsts if each and each.ended]
     if whole is None or len(sizes) < case.world_size:
         return False
     return max(sizes) * case.world_size <= (1 + _OVERLAP) * whole
@@ -324,10 +321,10 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     contents = dict(_contents(log, name, kind))
     # A persistent worker does not know its pass; the rank's process does.
     first = log.passes.get((name, 0))
-    given = [event.ids or [] for event in first.batches] if first else []
+    given = first.ids if first else []
     whole = log.loaders[name].root_samples
     share = None if whole is None else -(-whole // world_size)
-    return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
+    return [(i, contents[i]) for i in given if i in contents][:share]
 
 
 def _is_resampled(samples: list[Any]) -> bool:
