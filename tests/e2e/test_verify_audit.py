@@ -57,6 +57,7 @@ RULES = {
     "86": "weights drift apart",
     "89": "gradient differs",
     "90": "datasets differ between ranks",
+    "91": "metric averaged per rank",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

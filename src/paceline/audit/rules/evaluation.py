@@ -304,6 +304,8 @@ def averaged_metric(case: Case) -> Judgement:
     judged = with_counts = 0
     unclear: _Result | None = None
     compared = _compare(case)
+    if (divided := _divided_sum(case, compared)) is not None:
+        return divided
     for each in compared:
         of_one, of_rank = len(each.solo.reductions), len(each.ranks[0].reductions)
         if of_one and of_rank and of_one != of_rank:
@@ -375,6 +377,38 @@ def _metric_fault(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
         effect=f"the metric changes by {_change(result):.2%}",
         is_note=not is_mean,
     )
+
+
+def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> FaultFound | None:
+    """The ranks reduce a sum over all samples, and then read it divided by their number."""
+    sums = [
+        (reduction.call, x)
+        for each in compared
+        for reduction in each.ranks[0].reductions
+        for x in reduction.results
+        if x and reduction.call.reduce == "SUM"
+    ]
+    for each in compared:
+        for at, numbers in each.ranks[0].numbers.items():
+            for solo, value in zip(each.solo.numbers.get(at, ()), numbers, strict=False):
+                # A library may read in this evaluation what it reduced in the one before.
+                call = next((call for call, x in sums if _close(solo, x)), None)
+                if call is None or not _close(value * case.world_size, solo):
+                    continue
+                return FaultFound(
+                    what="a sum over the samples is averaged over the ranks, and not added up.",
+                    at=at,
+                    step=call.steps_done or None,
+                    why="each rank has the sum over its own samples; their mean depends on the number of "
+                    "ranks.",
+                    fix="reduce a sum with a sum. In Lightning: log(..., sync_dist=True, reduce_fx='sum').",
+                    evidence=f"with the same weights and samples, {at} reads {solo:.6g} on one process and "
+                    f"{value:.6g} on {case.world_size}",
+                    effect=f"the value is {case.world_size} times too small",
+                    # Such as the samples of each rank.
+                    is_note=solo == round(solo),
+                )
+    return None
 
 
 def metric_of_one_rank(case: Case) -> Judgement:
