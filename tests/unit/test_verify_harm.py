@@ -26,6 +26,7 @@ from paceline.audit.events import (
     Event,
     ForwardBegun,
     ForwardEnded,
+    GradientsCleared,
     LoaderSeen,
     NumberRead,
     OptimizerStepBegun,
@@ -486,6 +487,28 @@ def test_a_clip_beside_the_scaler_of_another_optimizer(with_scaler: bool) -> Non
     ]
     judged = clip_before_unscale(case(_updates([1], [calls]), _updates([1], [calls])))
     assert isinstance(judged, FaultFound) == with_scaler
+
+
+def test_the_steps_of_two_optimizers_are_counted_once() -> None:
+    def trains(*, clips_in: int | None) -> list[Event]:
+        events: list[Event] = []
+        for step in range(1, 7):
+            for name, done in (("discriminator", step - 1), ("generator", step)):
+                events += [GradientsCleared(), BackwardBegun(steps_done=done)]
+                if step == clips_in and name == "generator":
+                    events.append(Clipped(norm=2.0, scale=65536.0))
+                events += [ScalerStepped(), OptimizerStepBegun(step=step, grads={name: 1})]
+                events.append(OptimizerStepEnded(step=step, params={name: clips_in or 0}))
+        return events
+
+    judged = clip_before_unscale(case(*[trains(clips_in=5)] * 2))
+    assert isinstance(judged, FaultFound)
+    assert judged.step == 5
+    judged = update_on_one_rank(
+        case(trains(clips_in=5), [*trains(clips_in=None), OptimizerStepEnded(step=7)])
+    )
+    assert isinstance(judged, FaultFound)
+    assert judged.step == 5
 
 
 @pytest.mark.parametrize("restored", [True, False])

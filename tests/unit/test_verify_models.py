@@ -17,7 +17,9 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.audit import record_loop
 from paceline.audit.events import Event, ForwardEnded, NotReduced
+from paceline.audit.evidence import Run
 from paceline.audit.models import Models, ddp_of, inner_of
 from paceline.audit.progress import Progress
 from paceline.audit.record_loop import LoopHooks
@@ -90,6 +92,27 @@ def test_a_rank_that_pretrains_alone_numbers_the_training_as_the_others(tmp_path
         numbers.append((progress.steps, progress.evaluation, number))
         models.ddp.clear()  # torch keeps the hooks of `models`, and with them its ports
     assert numbers == [(1, 101, 0)] * 2
+
+
+def test_each_rank_saves_the_gradients_of_its_shards_and_rank_0_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ShardedTensor(torch.Tensor):
+        """In place of DTensor, whose caches keep the ports of its group open."""
+
+        def to_local(self) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(record_loop, "DTensor", ShardedTensor)
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    plan = RunPlan(tmp_path, "mirrored", 2, 20)
+    for rank in range(2):
+        parameters = [nn.Parameter(torch.zeros(size)) for size in (2, 3)]
+        parameters[0].grad = torch.ones(2).as_subclass(ShardedTensor)
+        parameters[1].grad = torch.ones(3)
+        hooks = LoopHooks(Progress(plan, recorder, rank), Models(recorder))
+        hooks.before_step(torch.optim.SGD(parameters, lr=0.1), (), {})
+    assert [len(saved) for saved in Run(plan, [], 0).gradients().values()] == [2 * 2, 3]
 
 
 @pytest.mark.usefixtures("one_rank")

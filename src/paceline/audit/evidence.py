@@ -126,6 +126,12 @@ class Update:
     backwards: list[BackwardBegun] = field(default_factory=list)
     calls: list[UpdateCall] = field(default_factory=list)
 
+    @property
+    def step(self) -> int:
+        """The number of its step, from 1. Updates of several optimizers may belong to one step."""
+        steps = (call.step for call in self.calls if isinstance(call, OptimizerStepBegun))
+        return next(steps, self.backwards[0].steps_done + 1)
+
 
 @dataclass(frozen=True)
 class RankLog:

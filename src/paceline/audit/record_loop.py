@@ -298,11 +298,15 @@ class LoopHooks:
             )
         )
         if step == 1:
-            is_sharded = any(isinstance(g, DTensor) for g in gradients.values())
-            if self._progress.rank == 0 or is_sharded:
-                name = f"gradients-{self._first_steps}-{self._progress.rank}.pt"
-                local = {name: plain(g).cpu() for name, g in gradients.items()}
-                torch.save(local, self._progress.plan.folder / name)
+            rank = self._progress.rank
+            # Of replicas, those of rank 0; of shards, those of every rank.
+            saved = {
+                name: plain(g).cpu()
+                for name, g in gradients.items()
+                if rank == 0 or isinstance(g, DTensor)
+            }
+            path = self._progress.plan.folder / f"gradients-{self._first_steps}-{rank}.pt"
+            torch.save(saved, path)
             self._first_steps += 1
 
     def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:

@@ -394,25 +394,25 @@ def mean_of_means(case: Case) -> Judgement:
     found: list[_Unequal] = []
     fix = "sum the losses, and divide by the number of terms of the whole step."
     for log in (*case.solo.ranks, *case.ranks):
-        is_solo = log is case.solo.ranks[0]
-        parts = [update.backwards for update in log.updates]
         # Tasks with fixed weights have their sizes in every step.
-        by_design = not log.loaders and len({tuple(e.terms for e in each) for each in parts}) == 1
-        known += sum(event.terms > 0 for each in parts for event in each)
-        steps += len(parts)
-        for number, backwards in enumerate(parts, 1):
-            pair = None if by_design else _unequal(backwards)
+        sizes = {tuple(event.terms for event in update.backwards) for update in log.updates}
+        by_design = not log.loaders and len(sizes) == 1
+        for update in log.updates:
+            known += sum(event.terms > 0 for event in update.backwards)
+            steps += 1
+            pair = None if by_design else _unequal(update.backwards)
             if pair is not None:
-                found.append(_Unequal(pair, number, _SMALL_FACTOR, None if is_solo else log.rank))
+                rank = None if log is case.solo.ranks[0] else log.rank
+                found.append(_Unequal(pair, update.step, _SMALL_FACTOR, rank))
     if not found and _weight_of_ranks(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
         of_all = list(zip(*(log.updates for log in case.ranks), strict=False))
         steps = len(of_all)
-        for number, updates in enumerate(of_all, 1):
+        for updates in of_all:
             pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
             if pair is not None:
-                found.append(_Unequal(pair, number, _SMALL_CHANCE))
+                found.append(_Unequal(pair, updates[0].step, _SMALL_CHANCE))
     if found:
         lasts = {e for run in (case.solo, case.ordinary) for log in run.ranks for e in _lasts(log)}
         return _mean_fault(found, lasts, steps, fix)

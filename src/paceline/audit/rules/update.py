@@ -32,11 +32,11 @@ _WORDS: dict[type[Event], tuple[str, str]] = {
 }
 
 
-def _clips(log: RankLog) -> list[tuple[int, Update, Clipped]]:
-    """The clips, each with its update and the number of the update."""
+def _clips(log: RankLog) -> list[tuple[Update, Clipped]]:
+    """The clips, each with its update."""
     return [
-        (number, update, call)
-        for number, update in enumerate(log.updates, 1)
+        (update, call)
+        for update in log.updates
         for call in update.calls
         if isinstance(call, Clipped)
     ]
@@ -47,14 +47,14 @@ def clip_before_unscale(case: Case) -> Judgement:
     clips = [
         clip for run in (case.ordinary, case.solo) for log in run.ranks for clip in _clips(log)
     ]
-    for number, update, event in clips:
+    for update, event in clips:
         scale, norm = event.scale, event.norm
         # Another optimizer than the scaler's has gradients without its scale.
         if scale != 1 and any(isinstance(call, ScalerStepped) for call in update.calls):
             return FaultFound(
                 what="gradients are clipped before they are unscaled.",
                 at=event.at,
-                step=number,
+                step=update.step,
                 why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
                 fix="call scaler.unscale_(optimizer) before clipping.",
                 evidence=f"the scale at the clip was {scale:g}"
@@ -68,12 +68,12 @@ def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
     clips_of_ranks = [_clips(log) for log in case.ranks]
     for clips in zip(*clips_of_ranks, strict=False):
-        number, _, event = clips[0]
-        norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
-        bounds = [clip.max_norm or 0.0 for _, _, clip in clips]
+        update, event = clips[0]
+        norms = [clip.norm for _, clip in clips if clip.norm is not None]
+        bounds = [clip.max_norm or 0.0 for _, clip in clips]
         steps = [
             next((call for call in update.calls if isinstance(call, OptimizerStepBegun)), None)
-            for _, update, _ in clips
+            for update, _ in clips
         ]
         used = [step.grads for step in steps if step is not None]
         if min(len(norms), len(used)) < len(clips) or _close(min(norms), max(norms)):
@@ -84,7 +84,7 @@ def clip_before_reduction(case: Case) -> Judgement:
             return FaultFound(
                 what="each rank clips its own gradients before they are reduced.",
                 at=event.at,
-                step=number,
+                step=update.step,
                 why="the norm of one rank's gradients is not that of the mean over the ranks, so the result "
                 "depends on the number of processes.",
                 fix="clip after the all_reduce, when all ranks have the same gradients.",
@@ -144,18 +144,17 @@ def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     if case.updates_differ:
         return NotJudged("not every rank updates the same parameters.")
-    updates_of_ranks = [_updates(log) for log in case.ranks]
+    updates_of_ranks = [_reduced_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*updates_of_ranks, strict=False), 1):
-        kinds = [tuple(type(call) for call in calls) for calls in updates]
+        kinds = [tuple(type(call) for call in update.calls) for update in updates]
         minority = outliers(kinds)
         if not minority or number == min(map(len, updates_of_ranks)):
             continue  # equal, or the last one, which the end of the run may have cut
         if len({log.steps for log in case.ranks}) == 1 and case.mismatch is None:
             return NoFault("the ranks did different things, and their weights stayed equal.")
         what, ranks, kind = _difference(kinds)
-        calls = [call for own in updates for call in own]
-        before = [call for own in updates_of_ranks[0][: number - 1] for call in own]
-        step = 1 + sum(isinstance(call, OptimizerStepBegun) for call in before)
+        calls = [call for update in updates for call in update.calls]
+        step = min(update.step for update in updates)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
             at=next(call.at for call in calls if kind in (type(call), None)),
@@ -173,22 +172,19 @@ def update_on_one_rank(case: Case) -> Judgement:
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
-def _updates(log: RankLog) -> list[list[UpdateCall]]:
-    """For each backward that all ranks share: the clips, scaler calls and steps after it.
-
-    Backwards under `no_sync` are not shared.
-    """
-    found: list[list[UpdateCall]] = []
-    shared = True
+def _reduced_updates(log: RankLog) -> list[Update]:
+    """For each backward whose gradients are reduced over the ranks: the calls up to the next one."""
+    found: list[Update] = []
+    reduces = True
     wrapped = log.first(DDPBuilt) is not None
     for event in log.events:
         if isinstance(event, ForwardEnded):
             # A model without DDP beside one with DDP may belong to one rank alone.
-            shared = event.sync is True if wrapped else event.sync is not False
-        elif isinstance(event, BackwardBegun) and shared:
-            found.append([])
+            reduces = event.sync is True if wrapped else event.sync is not False
+        elif isinstance(event, BackwardBegun) and reduces:
+            found.append(Update([event]))
         elif isinstance(event, UpdateCall) and found:
-            found[-1].append(event)
+            found[-1].calls.append(event)
     return found
 
 
