@@ -159,6 +159,19 @@ def test_a_short_last_step_of_an_epoch_counts() -> None:
     assert isinstance(judged, NoFault), judged
 
 
+@pytest.mark.parametrize(("speed", "found"), [(1, ""), (2, "fast"), (0.5, "slowly")])
+def test_the_speed_of_a_schedule(speed: float, found: str) -> None:
+    def decays(speed: float, batch_size: int) -> list[Event]:
+        rates = [(1 + math.cos(math.pi * min(1.0, speed * s / 120))) / 2 for s in range(80)]
+        (loader, *events) = _with_rates(_epochs(40, 40, [0.0] * 2), rates)
+        return [replace(cast(LoaderSeen, loader), batch_size=batch_size), *events]
+
+    judged = fast_schedule(case(*[decays(speed, 2)] * 2, solo=decays(1, 4)))
+    assert isinstance(judged, FaultFound) == bool(found), judged
+    if isinstance(judged, FaultFound):
+        assert judged.what == f"the schedule runs 2 times too {found}."
+
+
 def test_a_warm_up_to_n_times_the_rate() -> None:
     def warms_up(steps: int, last: float) -> list[Event]:
         rates = [0.25 + (last - 0.25) * min(1.0, 2 * s / steps) for s in range(steps)]

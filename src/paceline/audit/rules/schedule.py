@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,11 @@ Array = NDArray[Any]
 
 # Rates between two steps are interpolated linearly, so equal rates differ by up to this part.
 _SAME_RATE = 0.02
-# A rate is nearer to one of two if its distance to it is less than this part of theirs.
-_NEAR = 0.25
 # Metrics that differ by less differ by rounding.
 _SAME_METRIC = 1e-6
-# A fault needs at least this many steps with the rate of another part of the epoch.
-_MIN_EARLY = 3
-# And this part of the steps whose rate is not the expected one.
+# A fault needs at least this many steps with an unexpected rate,
+_MIN_STEPS = 3
+# and this part of them must have the rate of the wrong speed.
 _MIN_SHARE = 0.8
 # A fault needs at least this many times the calls per update of one process.
 _MORE_CALLS = 1.5
@@ -34,7 +31,7 @@ _STILL = 0.05
 
 
 def fast_schedule(case: Case) -> Judgement:
-    """The learning rate of N ranks at step s is that of one process at step N * s."""
+    """The learning rate of N ranks at step s is that of one process at step N * s, or at step s / N."""
     solo, log, count = case.solo.ranks[0], case.ranks[0], case.world_size
     if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
@@ -44,46 +41,42 @@ def fast_schedule(case: Case) -> Judgement:
         return NotJudged("the length of an epoch is unknown.")
     if lengths[0] == lengths[1] and len({e.batch_size for own in loaders for e in own}) == 1:
         return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
-    # The steps of one process in a step of the N ranks.
-    reach = lengths[0] / lengths[1]
     of_pass = _steps_of_pass(solo), _steps_of_pass(log)
+    solo_steps_per_step = lengths[0] / lengths[1]
     if of_pass[0] and of_pass[1]:
-        reach = of_pass[0] / of_pass[1]  # a short last step counts too
-    expected, rates = np.array(_rates(solo)), np.array(_rates(log))
-    is_other = ~(_is_near(expected, rates, reach) | _is_near(expected, rates, 1))
-    here, ahead, behind = (
-        _at(expected, np.arange(len(rates)) * reach * each)[is_other]
-        for each in (1, count, 1 / count)
-    )
-    early, late = (_is_nearer(rates[is_other], each, here).sum() for each in (ahead, behind))
-    other = len(here)
-    is_early = early >= max(_MIN_EARLY, _MIN_SHARE * np.isfinite(ahead).sum())
-    is_late = not is_early and reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other)
-    calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
-    # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
-    has_more_calls = calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS
-    steps, part, how = (
-        (late, f"1/{count} of", "slowly") if is_late else (early, f"{count} times", "fast")
-    )
-    figure = f"in {steps} steps the learning rate was that of one process at {part} the position in the epoch"
-    if not is_early and not is_late:
-        if other < _MIN_EARLY:
-            return NoFault("the learning rate is that of one process at the same part of an epoch.")
-        figure = f"in {other} steps the learning rate was neither that of one process at the same step nor "
-        figure += "at the same part of an epoch"
-        if _is_between(case, is_other, reach):
+        solo_steps_per_step = of_pass[0] / of_pass[1]  # a short last step counts too
+    # Right are the speeds of a schedule by steps and of one by epochs. A schedule with fewer steps reaches
+    # its turning points up to one of its steps earlier or later.
+    fits = [_fit(case, speed, shift=max(1, speed)) for speed in (1, solo_steps_per_step)]
+    is_unexpected = (fits[0] == 0) & (fits[1] == 0)
+    if is_unexpected.sum() < _MIN_STEPS:
+        return NoFault("the learning rate is that of one process at the same part of an epoch.")
+    for is_fast in (True, False):
+        speed = solo_steps_per_step * (count if is_fast else 1 / count)
+        fit = _fit(case, speed, shift=count)[is_unexpected]
+        if np.nansum(fit) >= _MIN_STEPS and np.nanmean(fit) >= _MIN_SHARE:
+            break
+    else:
+        if _is_between(case, is_unexpected, solo_steps_per_step):
             return NoFault(f"the learning rate is 1 to {count} times that of one process.")
-        return NotJudged(f"{figure}.", is_open=True)
+        return NotJudged(
+            f"in {is_unexpected.sum()} steps the learning rate was neither that of one process at the same "
+            "step nor at the same part of an epoch.",
+            is_open=True,
+        )
+    calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
-    if is_late:
+    part, how = (f"{count} times", "fast") if is_fast else (f"1/{count} of", "slowly")
+    if not is_fast:
         why = "it counts the samples or tokens of one rank, and its length those of all ranks."
         fix = f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them."
-    elif has_more_calls:
+    # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
+    elif calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS:
         why = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process."
         fix = "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
         fix += f"does, multiply its length by {count}."
-    elif reach > _MORE_CALLS:
+    elif solo_steps_per_step > _MORE_CALLS:
         why, fix = "its length is divided by the number of ranks twice.", "divide it once."
     return FaultFound(
         at=_place(log),
@@ -91,19 +84,19 @@ def fast_schedule(case: Case) -> Judgement:
         what=f"the schedule runs {count} times too {how}.",
         why=why,
         fix=fix,
-        evidence=figure,
+        evidence=f"in {np.nansum(fit):.0f} steps the learning rate was that of one process at {part} the "
+        "position in the epoch",
         effect=f"the learning rate changes {count} times too {how}",
     )
 
 
-def _is_between(case: Case, steps: Array, reach: float) -> bool:
+def _is_between(case: Case, steps: Array, speed: float) -> bool:
     """Whether the rates of these steps are 1 to N times those of one process, as in a warm-up to N times."""
     expected = np.array(_rates(case.solo.ranks[0], relative=False))
     rates = np.array(_rates(case.ranks[0], relative=False))
-    at = _at(expected, np.arange(len(rates)) * reach)[steps]
-    own = rates[steps]
-    least, most = (1 - _SAME_RATE) * at, (1 + _SAME_RATE) * case.world_size * at
-    return bool((np.isnan(at) | ((least <= own) & (own <= most))).all())
+    at = _at(expected, np.arange(len(rates)) * speed)  # no comparison with NaN is true
+    is_outside = (rates < (1 - _SAME_RATE) * at) | (rates > (1 + _SAME_RATE) * case.world_size * at)
+    return not is_outside[steps].any()
 
 
 def _steps_of_pass(log: RankLog) -> int | None:
@@ -138,7 +131,7 @@ def unfinished_schedule(case: Case) -> Judgement:
     if not rates or rates[-1] > _END * largest or rates[3 * len(rates) // 4] < _STILL * largest:
         return NoFault("the learning rate of one process does not end near 0 with the training.")
     share = len(others) * case.world_size / len(rates)
-    is_same = all(map(partial(math.isclose, rel_tol=_SAME_RATE), rates, others))
+    is_same = not (_fit(case, 1, shift=0) == 0).any()
     # With fewer steps, the schedule of one process is cut off before its end.
     is_cut = 1 / _MORE_CALLS < share < _MORE_CALLS and is_same
     if not is_cut or others[-1] < _NOT_END * max(others):
@@ -208,22 +201,15 @@ def _at(rates: Array, steps: Array) -> Array:
     return np.where(steps < len(rates) - 1, at, np.nan)
 
 
-def _is_near(expected: Array, rates: Array, speed: float) -> Array:
-    """For each step s, whether its rate is that of one process at `speed` * s or beside it, or unknown.
+def _fit(case: Case, speed: float, *, shift: float) -> Array:
+    """For each step s: 1 if its rate is that of one process at `speed` * s, 0 if not, NaN if unknown.
 
-    A schedule with fewer steps reaches its turning points up to one of its steps earlier or later.
+    It may also be a rate between those of one process `shift` steps before and after that step.
     """
-    steps, shift = np.arange(len(rates)) * speed, max(1, speed)
+    expected, rates = (np.array(_rates(run.ranks[0])) for run in (case.solo, case.ordinary))
+    steps = np.arange(len(rates)) * speed
     around = np.stack([_at(expected, np.maximum(0, steps + by)) for by in (-shift, 0, shift)])
     close = np.abs(around - rates) <= _SAME_RATE * np.maximum(np.abs(around), np.abs(rates))
     between = (around.min(0) <= rates) & (rates <= around.max(0))
-    near: Array = between | close.any(0) | np.isnan(around).any(0)
-    return near
-
-
-def _is_nearer(rates: Array, one: Array, other: Array) -> Array:
-    """Whether each rate is clearly nearer to one of two that differ; False where one of them is unknown."""
-    apart = np.abs(other - one)
-    largest = np.maximum(np.abs(one), np.abs(other))
-    nearer: Array = (apart > _SAME_RATE * largest) & (np.abs(rates - one) < _NEAR * apart)
-    return nearer
+    fit: Array = np.where(np.isnan(around).any(0), np.nan, between | close.any(0))
+    return fit
