@@ -48,7 +48,6 @@ from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import evaluated_twice
 from paceline.audit.rules.gradient import loss_of_rank
 from paceline.audit.rules.randomness import same_noise
-from paceline.audit.rules.reduction import no_sync_on_last
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
 from paceline.audit.rules.shards import overlapping_shards, whole_dataset
@@ -58,6 +57,7 @@ from paceline.audit.rules.update import (
     clip_before_unscale,
     update_on_one_rank,
 )
+from paceline.audit.rules.weights import no_sync_on_last
 from paceline.audit.rules.whole_run import uneven_use
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.compare import compare

@@ -72,7 +72,7 @@ RULES = (
     ),
     Rule(_LOSS_OF_RANK, gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
-    Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last, compares_weights=True),
+    Rule(_NO_SYNC_ON_LAST, weights.no_sync_on_last, compares_weights=True),
     Rule(
         "no_sync around backward only",
         reduction.no_sync_around_backward,

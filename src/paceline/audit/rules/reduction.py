@@ -1,35 +1,9 @@
-"""Whether DDP reduces every gradient: `no_sync`, and parameters that DDP does not know."""
+"""`no_sync` without effect, and parameters that DDP does not know."""
 
 from __future__ import annotations
 
 from paceline.audit.events import BackwardBegun, ForwardEnded, NotReduced, OptimizerStepBegun
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
-
-
-def no_sync_on_last(case: Case) -> Judgement:
-    """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
-    mismatch = case.mismatch
-    if mismatch is None or mismatch.outside:
-        return NoFault("no step was taken with gradients that DDP had not reduced.")
-    if mismatch.is_restored:
-        return NotJudged("the ranks' weights are made equal at intervals (local SGD).")
-    for log in case.ranks:
-        forwards = [
-            e for e in log.training_forwards if e.sync is not None and e.steps_done < mismatch.step
-        ]
-        if forwards and not forwards[-1].sync:
-            return FaultFound(
-                what="the last micro-batch before the optimizer step runs under `no_sync`.",
-                at=forwards[-1].at,
-                step=mismatch.step,
-                why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, each rank "
-                "steps with its own gradients.",
-                fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of the last "
-                "micro-batch of each step.",
-                evidence=f"the ranks' weights differ after step {mismatch.step}",
-                effect="the gradients of 1 micro-batch or more of the step are not reduced",
-            )
-    return NoFault("before each step, DDP reduced the gradients.")
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
 
 
 def no_sync_around_backward(case: Case) -> Judgement:

@@ -17,10 +17,39 @@ from paceline.audit.rules.states import Mismatch
 from paceline.errors import name_ranks
 
 
-def _fault(mismatch: Mismatch, **facts: Any) -> FaultFound:
-    """The fault with these facts."""
-    effect = f"{len(mismatch.names)} parameters differ between ranks from step {mismatch.step} on"
-    return FaultFound(step=mismatch.step, effect=effect, **facts)
+def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> FaultFound:
+    """The fault with these facts; `remark` ends its evidence."""
+    name, step, last = mismatch.names[0], mismatch.step, mismatch.last_seen
+    when = "before" if mismatch.outside else "after"
+    evidence = f"the digests of {name} on the ranks differ {when} step {step}"
+    if mismatch.outside and last:
+        evidence = f"equal on all ranks after step {last[0]}, different before step {step}"
+    effect = f"{len(mismatch.names)} parameters differ between ranks from step {step} on"
+    return FaultFound(step=step, evidence=evidence + remark, effect=effect, **facts)
+
+
+def no_sync_on_last(case: Case) -> Judgement:
+    """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
+    mismatch = case.mismatch
+    no_fault = NoFault("no weights drift apart because DDP did not reduce the last micro-batch.")
+    if mismatch is None or mismatch.outside or mismatch.is_restored:
+        return no_fault
+    forwards = [
+        [e for e in log.training_forwards if e.sync is not None and e.steps_done < mismatch.step]
+        for log in case.ranks
+    ]
+    last = next((own[-1] for own in forwards if own and not own[-1].sync), None)
+    if last is None:
+        return no_fault
+    return _fault(
+        mismatch,
+        what="the last micro-batch before the optimizer step runs under `no_sync`.",
+        at=last.at,
+        why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, each rank steps with "
+        "its own gradients.",
+        fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of the last "
+        "micro-batch of each step.",
+    )
 
 
 def loaded_on_one_rank(case: Case) -> Judgement:
@@ -29,7 +58,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
     if mismatch is None or not mismatch.loads:
         return NoFault("no weights differ because a state was loaded on some ranks only.")
     ranks = list(mismatch.loads)
-    what, when = ("model", "before") if mismatch.outside else ("optimizer", "after")
+    what = "model" if mismatch.outside else "optimizer"
     why = "DDP makes weights equal only when it is built; the other ranks go on with other values."
     fix = "load on every rank (map_location its own device), or before DDP is built."
     if not mismatch.outside:
@@ -43,7 +72,6 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         ranks=ranks,
         why=why,
         fix=fix,
-        evidence=f"{mismatch.names[0]} differs between ranks {when} step {mismatch.step}",
     )
 
 
@@ -55,25 +83,21 @@ def changed_outside(case: Case) -> Judgement:
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
     forwards = _forwards_with(case.ranks[0], name)
     if last is None and all(e.sync is None and not e.bypasses_ddp for e in forwards):
-        what, fix = (
-            "the ranks start with different weights",
-            "broadcast the weights from rank 0, or wrap",
-        )
+        what = "the ranks start with different weights"
+        fix = "broadcast the weights from rank 0, or wrap"
         if not case.trains_together:
-            what += " and exchange no gradients"
-            if not case.divides_samples:
-                return NotJudged(
-                    f"{what}: each may train a model of its own, or the reduction was forgotten.",
-                    is_open=True,
-                )
-            fix = "wrap"
+            what, fix = f"{what} and exchange no gradients", "wrap"
+        if not case.trains_together and not case.divides_samples:
+            return NotJudged(
+                f"{what}: each may train a model of its own, or the reduction was forgotten.",
+                is_open=True,
+            )
         return _fault(
             mismatch,
             what=f"{what}.",
             at=forwards[0].at,
             why=f"{name} differs before its first step, and the script does not make it equal.",
             fix=f"{fix} the model in DDP, which makes the weights equal.",
-            evidence=f"the digests of the weights before step {mismatch.step}",
         )
     since = last[0] if last else 0
     changes = {
@@ -87,21 +111,15 @@ def changed_outside(case: Case) -> Judgement:
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
     uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.outside_models]
-    evidence = f"the weights differ before step {mismatch.step}, although DDP made them equal"
-    if last:
-        evidence = f"equal on all ranks after step {since}, different before step {mismatch.step}"
-    if not changes[log.rank]:
-        evidence += (
-            "; the line is that of the next forward or step, because the change itself was not seen"
-        )
+    remark = "the line is that of the next forward or step, because the change itself was not seen"
     return _fault(
         mismatch,
+        remark="" if changes[log.rank] else f"; {remark}",
         what=f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
         at=(changes[log.rank] or uses)[0],
         ranks=ranks,
         why="DDP reduces gradients, not weights: a change on one rank stays on that rank.",
         fix="make the same change on every rank, or broadcast the weights after it.",
-        evidence=evidence,
     )
 
 
@@ -133,24 +151,22 @@ def drifting_weights(case: Case) -> Judgement:
     forwards = _forwards_with(case.ranks[0], name)
     bypassing = [e for e in forwards if e.bypasses_ddp and e.steps_done < mismatch.step]
     if len({step.grads.get(name) for step in steps}) > 1:
-        why = "its gradient differs between ranks too: it was not reduced."
+        why = "it was not reduced"
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
         if "data" in case.ranks[0].layouts:
             fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
         elif not forwards:
-            why = "its gradient differs between ranks too: no DDP has this parameter."
-            fix = (
-                "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
-                "or all_reduce its gradient before each step."
-            )
+            why = "no DDP has this parameter"
+            fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
+            fix += "or all_reduce its gradient before each step."
         elif bypassing:
             at = bypassing[-1].at
-            why = "its gradient differs between ranks too: the model was called without its DDP wrapper, so "
-            why += "DDP did not reduce the gradients."
+            why = "the model was called without its DDP wrapper, so DDP did not reduce it"
             fix = "call the wrapped model, not `model.module` or a method of it."
         elif any(event.sync is not None for event in forwards):
-            why = "its gradient differs between ranks too: DDP did not reduce it."
+            why = "DDP did not reduce it"
             fix = "before each step, run a forward and a backward of the wrapped model outside of `no_sync`."
+        why = f"its gradient differs between ranks too: {why}."
     elif len({tuple(step.lrs) for step in steps}) > 1:
         why, fix = "the learning rates differ between ranks.", "use one learning rate on all ranks."
     else:
@@ -162,7 +178,6 @@ def drifting_weights(case: Case) -> Judgement:
         at=at,
         why=why,
         fix=fix,
-        evidence=f"the digests of the weights after step {mismatch.step}",
     )
 
 
