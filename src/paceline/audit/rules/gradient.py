@@ -30,13 +30,15 @@ _NEAR_FACTOR = 0.05
 _NOISE_OF_PARTS = 0.25
 # Below this cosine the two gradients differ by more than a factor.
 _SAME_DIRECTION = 0.98
-# Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
+# Above this cosine a gradient is a multiple of another one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
 # Gradients with a smaller part of the norm of the whole one may be rounding alone.
 _SMALL_PART = 1e-3
-# Losses of one batch that differ by less are no fault, and no note: they differ by rounding.
-_SAME_LOSS, _EQUAL_LOSS, _ZERO_LOSS = 1e-3, 1e-5, 1e-6
+# The ranks' losses of one batch differ by rounding only, if by less than this part or this number.
+_EQUAL_LOSS, _ZERO_LOSS = 1e-5, 1e-6
+# A difference by less than this part is no fault of its own.
+_SAME_LOSS = 1e-3
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
@@ -69,7 +71,7 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     vectors = _flat(one), _flat(other)
     size, other_size = (float(each.norm()) for each in vectors)
     if one.keys() != other.keys() or not size or not other_size:
-        return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
+        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
     cosine = float(vectors[0] @ vectors[1]) / (size * other_size)
     clips = [_clip(each.ranks[0], number) for each in (case.solo, run)]
     norms = [clip.norm for clip in clips if clip is not None and clip.norm]
@@ -136,7 +138,7 @@ def _wrong_multiple(
 ) -> FaultFound | None:
     """Some gradients are wrong multiples of those of one process, and all are multiples of them.
 
-    Random numbers and other samples do not only scale a gradient.
+    Different random numbers or samples do not only scale a gradient.
     """
     factors = {}
     for name, a in one.items():
@@ -156,7 +158,7 @@ def _wrong_multiple(
         step=1,
         why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
         fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
-        evidence=f"{len(wrong)} of {len(factors)} gradients are those of one process times another number",
+        evidence=f"{len(wrong)} of {len(factors)} gradients are multiples of those of one process",
         effect=f"the gradient of {name} is off by a factor of {factor:.3g}",
     )
 
@@ -172,7 +174,9 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
     judgement = _judge_ratio(case, ratio, figure, same_direction=True)
     if isinstance(judgement, NotJudged) and 1 / _SMALL_CHANCE < ratio < _SMALL_CHANCE:
-        return NotJudged(f"{judgement.why[:-1]}; other samples may have other numbers of terms.")
+        return NotJudged(
+            f"{judgement.why[:-1]}; different samples may have different numbers of terms."
+        )
     return judgement
 
 
@@ -282,7 +286,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
 
 
 def different_gradient(case: Case) -> Judgement:
-    """Each rank has the samples of one process, and yet their gradient is another one."""
+    """Each rank has the samples of one process, and yet their gradient differs from it."""
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
         return NotJudged(case.why_no_replay or "the ranks divide each batch.")
@@ -292,7 +296,7 @@ def different_gradient(case: Case) -> Judgement:
     one, other = case.solo.gradients(), run.gradients()
     size = float(_flat(one).norm())
     if not size or any(len(other.get(name, ())) != len(own) for name, own in one.items()):
-        return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
+        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
     differences = {
         name: float((other[name] - own).norm() / own.norm())
         for name, own in one.items()
@@ -326,7 +330,7 @@ def _why_not_exact(solo: Run, run: Run) -> str:
     # With equal states of the generators before this step and the next one, all random numbers are equal.
     expected, *others = [_inputs_of_step(log) for log in (*solo.ranks, *run.ranks)]
     if any(own != expected for own in others):
-        return "the ranks had other micro-batches or random numbers than one process."
+        return "the ranks had different micro-batches or random numbers than one process."
     for log in run.ranks:
         exchanged = (event for event in log.in_first_batch if isinstance(event, CollectiveBegun))
         if any("gather" in event.op or len(event.shape) > 1 for event in exchanged):

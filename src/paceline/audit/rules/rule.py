@@ -78,7 +78,7 @@ class Case:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether the ranks update other parameters in other numbers of steps, which do not match then.
+        """Whether the ranks update different parameters in different numbers of steps, which do not match.
 
         Without DDP, a rank that never steps an optimizer may get its weights from another one.
         """

@@ -150,7 +150,7 @@ def unfinished_schedule(case: Case) -> Judgement:
 
 
 def schedule_of_rank(case: Case) -> Judgement:
-    """`ReduceLROnPlateau` is stepped with a metric of each rank, so it lowers the rates at other times."""
+    """`ReduceLROnPlateau` follows a metric of each rank, so ranks lower their rates at different times."""
     steps_of_ranks = [
         [e for e in log.of(ScheduleStepped) if e.metric is not None] for log in case.ranks
     ]

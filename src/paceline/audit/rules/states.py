@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple, TypeVar
 
 from paceline.audit.events import (
     Digests,
@@ -18,16 +19,15 @@ from paceline.audit.events import (
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 
-Point = tuple[int, ...]  # in the order of the script
-States = Mapping[Point, Digests]  # of one rank
-# By point and name, whether the ranks differ. A tensor that a rank did not record at a point is missing
-# there, which says nothing of its value.
-Differs = dict[Point, dict[str, bool]]
+P = TypeVar("P", bound=tuple[int, ...])  # a named tuple: a point of the script, in its order
 
 
-def differing(of_ranks: Sequence[States]) -> Differs:
-    """Compare the states of all ranks at the points that all of them recorded, in the order of the script."""
-    found: Differs = {}
+def differing(of_ranks: Sequence[Mapping[P, Digests]]) -> dict[P, dict[str, bool]]:
+    """By point and name, whether the states of the ranks differ, at the points that all of them recorded.
+
+    A tensor that a rank did not record at a point is missing there, which says nothing of its value.
+    """
+    found: dict[P, dict[str, bool]] = {}
     for point in sorted(set.intersection(*map(set, of_ranks))):
         first, *others = (states[point] for states in of_ranks)
         found[point] = {
@@ -38,12 +38,28 @@ def differing(of_ranks: Sequence[States]) -> Differs:
     return found
 
 
-def first_difference(differs: Differs) -> tuple[Point, list[str]] | None:
+def first_difference(differs: Mapping[P, Mapping[str, bool]]) -> tuple[P, list[str]] | None:
     """The first point at which tensors differ between ranks, and their names."""
     for point, states in differs.items():
         if names := [name for name, differ in states.items() if differ]:
             return point, names
     return None
+
+
+class WeightPoint(NamedTuple):
+    """A point of the script at which a parameter is updated or used.
+
+    In a step, turn 0 is its update, and turn 1 are its uses after that. A parameter that is used before its
+    update, as after that of another model in the same step, begins with turn 1, and its update is turn 2.
+    """
+
+    step: int  # the number of an update, from 1; the completed steps before a use
+    turn: int
+
+    @property
+    def is_use(self) -> bool:
+        """Whether it is a forward of training or, without one, the next step of the parameter."""
+        return self.turn % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class Mismatch:
     is_restored: bool  # whether these parameters are equal again at some later step
     # By rank, the last load of a state before, if other ranks loaded less often: the cause.
     loads: dict[int, StateLoaded]
-    last_seen: Point | None  # where the first of these parameters was recorded before
+    last_seen: WeightPoint | None  # where the first of these parameters was recorded before
     digests: list[list[int]]  # by rank, the digests of that parameter: then, and at the difference
 
 
@@ -66,7 +82,7 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     weights = [_weights(log) for log in ranks]
     differs = differing(weights)
     # Optimizers that exchange updated weights are equal again when the model is used.
-    uses = {point: own for point, own in differs.items() if point[1] % 2}
+    uses = {point: own for point, own in differs.items() if point.is_use}
     found = first_difference(uses)
     if found is None:
         return None
@@ -79,7 +95,7 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     outside = not by_update
     names = by_update or names
     last = before[names[0]]
-    step = use[0] + 1 if outside or last is None else last[0]
+    step = use.step + 1 if outside or last is None else last.step
     later = [own for point, own in uses.items() if point > use]
     is_restored = all(any(own.get(name) is False for own in later) for name in names)
     loads = _uneven_loads(ranks, step, outside=outside)
@@ -87,15 +103,10 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     return Mismatch(step, outside, names, is_restored, loads, last, digests)
 
 
-def _weights(log: RankLog) -> States:
-    """The weights of a rank, by step and turn.
-
-    Turn 0 of a parameter is its update in that step, and turn 1 its use after that. A model that is used
-    before its own update in a step, as after that of another model, begins with turn 1. So uses are odd.
-    A parameter that no forward shows is used by its next step.
-    """
-    found: defaultdict[Point, Digests] = defaultdict(dict)
-    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
+def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
+    """The weights of a rank."""
+    found: defaultdict[WeightPoint, Digests] = defaultdict(dict)
+    points: dict[tuple[int, str], WeightPoint] = {}
     events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
     for event in events:
         if isinstance(event, OptimizerStepEnded):
@@ -108,8 +119,10 @@ def _weights(log: RankLog) -> States:
         else:
             continue
         for name, value in params.items():
-            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
-            found[step, turns[step, name]][name] = value
+            last = points.get((step, name), WeightPoint(step, 0))
+            point = WeightPoint(step, last.turn + (last.is_use != is_use))
+            points[step, name] = point
+            found[point][name] = value
     return found
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import dropwhile
+from typing import NamedTuple
 
 from paceline.audit.events import DDPBuilt, Event, ForwardEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
-from paceline.audit.rules.states import Differs, Point, differing, first_difference
+from paceline.audit.rules.states import differing, first_difference
 
-Uses = dict[Point, ForwardEnded]  # by step, evaluation (0 in training) and model
+
+class Use(NamedTuple):
+    """The first use of a model in a step or evaluation."""
+
+    step: int
+    evaluation: int  # 0 in training
+    model: int
 
 
 def different_buffers(case: Case) -> Judgement:
@@ -57,7 +64,7 @@ def different_untrained_models(case: Case) -> Judgement:
     ]
     differs = differing([{at: event.params or {} for at, event in own.items()} for own in uses])
     random = _models_with_random_weights(differs)
-    used = {at: own for at, own in differs.items() if at[1] or at[2] not in random}
+    used = {use: own for use, own in differs.items() if use.evaluation or use.model not in random}
     found = first_difference(used)
     if found is not None:
         if not case.trains_together and case.mismatch is not None:
@@ -86,20 +93,22 @@ def different_untrained_models(case: Case) -> Judgement:
     return NoFault("models that were used and are not trained were equal on all ranks.")
 
 
-def _first_uses(forwards: Iterable[ForwardEnded]) -> Uses:
+def _first_uses(forwards: Iterable[ForwardEnded]) -> dict[Use, ForwardEnded]:
     """The first forward of each model in each step, or in each evaluation."""
-    found: Uses = {}
+    found: dict[Use, ForwardEnded] = {}
     for event in forwards:
-        found.setdefault((event.steps_done, event.evaluation or 0, event.model), event)
+        found.setdefault(Use(event.steps_done, event.evaluation or 0, event.model), event)
     return found
 
 
-def _models_with_random_weights(differs: Differs) -> set[int]:
+def _models_with_random_weights(differs: dict[Use, dict[str, bool]]) -> set[int]:
     """Models whose weights differ at their first use in training, as those of a random augmentation do."""
-    firsts: dict[int, Point] = {}
-    for point in differs:
-        firsts.setdefault(point[2], point)
-    return {model for model, at in firsts.items() if not at[1] and any(differs[at].values())}
+    firsts: dict[int, Use] = {}
+    for use in differs:
+        firsts.setdefault(use.model, use)
+    return {
+        model for model, use in firsts.items() if not use.evaluation and any(differs[use].values())
+    }
 
 
 def _since_training_began(log: RankLog) -> list[ForwardEnded]:

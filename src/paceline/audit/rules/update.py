@@ -144,7 +144,7 @@ def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     if case.updates_differ:
         return NotJudged("not every rank updates the same parameters.")
-    updates_of_ranks = [_reduced_updates(log) for log in case.ranks]
+    updates_of_ranks = [_updates_after_reduced_backwards(log) for log in case.ranks]
     for number, updates in enumerate(zip(*updates_of_ranks, strict=False), 1):
         kinds = [tuple(type(call) for call in update.calls) for update in updates]
         minority = outliers(kinds)
@@ -161,7 +161,7 @@ def update_on_one_rank(case: Case) -> Judgement:
             ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
-            "other weights.",
+            "different weights.",
             fix="clip, unscale and step on every rank; decide on values that are equal on all ranks.",
             evidence="; ".join(
                 f"rank {rank} {', '.join(_WORDS[kind][0] for kind in own) or 'did nothing'}"
@@ -172,7 +172,7 @@ def update_on_one_rank(case: Case) -> Judgement:
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
-def _reduced_updates(log: RankLog) -> list[Update]:
+def _updates_after_reduced_backwards(log: RankLog) -> list[Update]:
     """For each backward whose gradients are reduced over the ranks: the calls up to the next one."""
     found: list[Update] = []
     reduces = True

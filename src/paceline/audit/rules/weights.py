@@ -23,7 +23,7 @@ def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> FaultFound:
     when = "before" if mismatch.outside else "after"
     evidence = f"the digests of {name} on the ranks differ {when} step {step}"
     if mismatch.outside and last:
-        evidence = f"equal on all ranks after step {last[0]}, different before step {step}"
+        evidence = f"equal on all ranks after step {last.step}, different before step {step}"
     effect = f"{len(mismatch.names)} parameters differ between ranks from step {step} on"
     return FaultFound(step=step, evidence=evidence + remark, effect=effect, **facts)
 
@@ -59,7 +59,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         return NoFault("no weights differ because a state was loaded on some ranks only.")
     ranks = list(mismatch.loads)
     what = "model" if mismatch.outside else "optimizer"
-    why = "DDP makes weights equal only when it is built; the other ranks go on with other values."
+    why = "DDP makes weights equal only when it is built; the other ranks go on with different values."
     fix = "load on every rank (map_location its own device), or before DDP is built."
     if not mismatch.outside:
         why = "DDP makes the weights equal, and not the states of optimizers: from equal gradients, the "
@@ -99,7 +99,7 @@ def changed_outside(case: Case) -> Judgement:
             why=f"{name} differs before its first step, and the script does not make it equal.",
             fix=f"{fix} the model in DDP, which makes the weights equal.",
         )
-    since = last[0] if last else 0
+    since = last.step if last else 0
     changes = {
         log.rank: [e.at for e in log.of(WeightsChanged) if since <= e.steps_done <= done]
         for log in case.ranks
