@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations, dropwhile, takewhile
 
@@ -337,7 +336,7 @@ def _why_not_exact(solo: Run, run: Run) -> str:
             return "the ranks exchange features for the loss, so each knows more samples than one process."
         if log.layouts or log.of(CommHookSet):
             return "the gradients are reduced in shards, or by a communication hook."
-    losses = _finite_losses(log.first_backward for log in run.ranks)
+    losses = _losses(run)
     if not losses or not _are_close(losses, _EQUAL_LOSS):
         return "the losses of the ranks differ, or are not one finite number."
     return ""
@@ -355,7 +354,7 @@ def loss_of_rank(case: Case) -> Judgement:
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
         return NotJudged(case.why_no_replay or "the ranks divide each batch.")
-    losses = _finite_losses(log.first_backward for log in run.ranks)
+    losses = _losses(run)
     if not losses:
         return NotJudged("the loss of step 1 is not one finite number.")
     firsts = [log.first_forward for log in run.ranks]
@@ -382,10 +381,11 @@ def loss_of_rank(case: Case) -> Judgement:
     )
 
 
-def _finite_losses(backwards: Iterable[BackwardBegun]) -> list[float]:
-    """The losses of these backwards; empty if one of them is no finite number."""
-    losses = [math.nan if event.loss is None else event.loss for event in backwards]
-    return losses if all(map(math.isfinite, losses)) else []
+def _losses(run: Run) -> list[float]:
+    """The losses of the ranks in step 1; empty if one of them is no finite number."""
+    losses = [log.first_backward.loss for log in run.ranks]
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return finite if len(finite) == len(losses) else []
 
 
 def _are_close(losses: list[float], rel_tol: float) -> bool:

@@ -64,7 +64,7 @@ def fast_schedule(case: Case) -> Judgement:
             "step nor at the same part of an epoch.",
             is_open=True,
         )
-    calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
+    calls, solo_calls = _calls_per_step(log), _calls_per_step(solo)
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
     part, how = (f"{count} times", "fast") if is_fast else (f"1/{count} of", "slowly")
@@ -172,14 +172,10 @@ def schedule_of_rank(case: Case) -> Judgement:
     return NoFault("no schedule follows a metric that differs between ranks.")
 
 
-def _calls(log: RankLog) -> int:
-    """The calls of the schedule before the last update, because empty passes follow it."""
-    events = log.of(ScheduleStepped, OptimizerStepBegun)
-    last = max(
-        (number for number, event in enumerate(events) if isinstance(event, OptimizerStepBegun)),
-        default=0,
-    )
-    return sum(isinstance(event, ScheduleStepped) for event in events[:last])
+def _calls_per_step(log: RankLog) -> float:
+    """The calls of the schedule for each step, before the last one: empty passes follow it."""
+    calls = sum(event.steps_done < log.steps for event in log.of(ScheduleStepped))
+    return calls / max(log.steps, 1)
 
 
 def _rates(log: RankLog, *, relative: bool = True) -> list[float]:
