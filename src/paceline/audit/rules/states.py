@@ -49,17 +49,13 @@ def first_difference(differs: Mapping[P, Mapping[str, bool]]) -> tuple[P, list[s
 class WeightPoint(NamedTuple):
     """A point of the script at which a parameter is updated or used.
 
-    In a step, turn 0 is its update, and turn 1 are its uses after that. A parameter that is used before its
-    update, as after that of another model in the same step, begins with turn 1, and its update is turn 2.
+    A use is a forward of training or, of a parameter that no forward shows, its next step. In a step, turn 0
+    is the update, and turn 1 are the uses after it. A parameter that is used before its update, as after that
+    of another model in the same step, begins with turn 1. So uses have odd turns.
     """
 
     step: int  # the number of an update, from 1; the completed steps before a use
     turn: int
-
-    @property
-    def is_use(self) -> bool:
-        """Whether it is a forward of training or, without one, the next step of the parameter."""
-        return self.turn % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     weights = [_weights(log) for log in ranks]
     differs = differing(weights)
     # Optimizers that exchange updated weights are equal again when the model is used.
-    uses = {point: own for point, own in differs.items() if point.is_use}
+    uses = {point: own for point, own in differs.items() if point.turn % 2}
     found = first_difference(uses)
     if found is None:
         return None
@@ -106,7 +102,7 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
 def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
     """The weights of a rank."""
     found: defaultdict[WeightPoint, Digests] = defaultdict(dict)
-    points: dict[tuple[int, str], WeightPoint] = {}
+    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
     events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
     for event in events:
         if isinstance(event, OptimizerStepEnded):
@@ -119,10 +115,8 @@ def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
         else:
             continue
         for name, value in params.items():
-            last = points.get((step, name), WeightPoint(step, 0))
-            point = WeightPoint(step, last.turn + (last.is_use != is_use))
-            points[step, name] = point
-            found[point][name] = value
+            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
+            found[WeightPoint(step, turns[step, name])][name] = value
     return found
 
 
