@@ -588,6 +588,25 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
 
 
 @pytest.mark.parametrize(
+    ("after_step", "is_open"),
+    [(19, True), (20, False)],  # verification may cut the evaluation after the 20 watched steps
+)
+def test_evaluations_with_different_numbers_of_reductions(after_step: int, is_open: bool) -> None:
+    number = 100 * after_step + 1
+    reduced = replace(call("all_reduce", 8), evaluation=number, reduce="SUM", values=[3.0])
+    one = [
+        replace(event, evaluation=number) if isinstance(event, ForwardEnded) else event
+        for event in _evaluation("abc", reduced, CollectiveEnded(values=[3.0]))
+    ]
+    twice = [*one, reduced, CollectiveEnded(values=[0.0])]
+    judged = averaged_metric(
+        Case(run("solo", one), run("ordinary", twice, twice), run("mirrored", twice, twice))
+    )
+    assert isinstance(judged, NotJudged)
+    assert judged.is_open is is_open
+
+
+@pytest.mark.parametrize(
     ("times", "score", "found"),
     [(1, 3.0, FaultFound), (1, 4.0, NoFault), (100, 3.0, NoFault)],  # of 500 samples: a time
 )

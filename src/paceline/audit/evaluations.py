@@ -21,6 +21,7 @@ from paceline.audit.events import (
 MAX_METRIC_VALUES = 16
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
+_EVALUATIONS_PER_STEP = 100
 # A loader may be asked for one batch more than the script has used, as by Accelerate.
 _MAX_AHEAD = 2
 
@@ -31,6 +32,14 @@ class Reduction:
 
     call: CollectiveBegun
     results: list[float]  # those of a gather are summed over the ranks
+
+
+def first_evaluation(steps: int) -> int:
+    """The number of the first evaluation after so many steps.
+
+    It depends on the steps, so that an evaluation on one rank alone does not shift the numbers of later ones.
+    """
+    return _EVALUATIONS_PER_STEP * steps + 1
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.audit.evaluations import first_evaluation
 from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
@@ -23,7 +24,6 @@ from paceline.audit.run_plan import REPLAYS, RunPlan
 
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
-_EVALUATIONS_PER_STEP = 100
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
 # The last steps of a run begin when it took this CPU time or this time since its first step. CPU time, so
@@ -48,8 +48,7 @@ class Progress:
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
             next forward.
         evaluation: The number of the current evaluation (forwards without gradient between two backwards);
-            None in training. The first one after step s is 100 s + 1, so an evaluation on one rank alone does
-            not shift the numbers of later ones.
+            None in training. See `evaluations.first_evaluation`.
         weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
             evaluation, by number; None if they are saved already.
         after_evaluation: What to call when the training goes on after the current evaluation.
@@ -150,7 +149,7 @@ class Progress:
         is_on_training_batch = self._loaders.last in self.training_loaders and self.loaders_of_step
         if not of_trained and is_on_training_batch:
             return False
-        self.evaluation = max(self._last_evaluation, _EVALUATIONS_PER_STEP * self.steps) + 1
+        self.evaluation = max(self._last_evaluation + 1, first_evaluation(self.steps))
         self._last_evaluation = self.evaluation
         if self.is_over:
             # In a file, because after an evaluation on one rank the other ranks must end too.

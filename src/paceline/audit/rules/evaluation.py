@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from paceline.audit.evaluations import Evaluation
+from paceline.audit.evaluations import Evaluation, first_evaluation
 from paceline.audit.events import CollectiveBegun, ForwardEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
@@ -126,6 +126,7 @@ class _Comparison:
     solo: Evaluation
     ranks: list[Evaluation]
     only_ranks_reduce: bool  # whether one process enters no reduction in any evaluation
+    is_last: bool  # whether the watched steps are over, so that verification may cut it
 
     @cached_property
     def samples(self) -> int:
@@ -238,9 +239,13 @@ def _compare(case: Case) -> list[_Comparison]:
     solo = case.solo.ranks[0].evaluations
     evaluations = [log.evaluations for log in case.with_solo_weights.ranks]
     alone = not any(own.reductions for own in solo.values())
+    first_after_all_steps = first_evaluation(case.with_solo_weights.plan.steps)
     return [
         _Comparison(
-            solo.get(n, Evaluation()), [own.get(n, Evaluation()) for own in evaluations], alone
+            solo.get(n, Evaluation()),
+            [own.get(n, Evaluation()) for own in evaluations],
+            alone,
+            is_last=n >= first_after_all_steps,
         )
         for n in evaluations[0]
         if n in solo or alone
@@ -309,6 +314,8 @@ def averaged_metric(case: Case) -> Judgement:
     for each in compared:
         of_one, of_rank = len(each.solo.reductions), len(each.ranks[0].reductions)
         if of_one and of_rank and of_one != of_rank:
+            if each.is_last:
+                continue
             return NotJudged("the runs reduced different numbers of values.", is_open=True)
         counts = [result.call for result in each.reduced if _close(result.value, each.samples)]
         if counts:
