@@ -186,7 +186,9 @@ def test_states_of_ranks_arrive_whole() -> None:
     assert not other.states_requested()
     call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
     where = StackSummary(script=(("train.py", 3, "step"),), torch_call="recv", lock=True)
-    state = RankState(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
+    state = RankState(
+        rank=1, host="b", pid=7, where=where, calls=(call,), last_numbers={"0 gloo": 4}
+    )
     other.publish_states([state])
     assert node.collect_states() == ([state], True)
     # An answer to an earlier request does not count.

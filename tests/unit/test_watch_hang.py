@@ -20,7 +20,7 @@ import pytest
 from paceline.launch.hang_watch import Activity, HangWatch
 from paceline.watch import flight_recorder, probe
 from paceline.watch.hang import Diagnosis, diagnose
-from paceline.watch.processes import Process, is_ending, read_process
+from paceline.watch.processes import Process, describe_workers, is_ending, read_process
 from paceline.watch.rank_state import (
     Call,
     RankState,
@@ -43,6 +43,7 @@ def call(number: int = 4107, **more: Any) -> Call:
 
 def rank(number: int, *calls: Call, **more: Any) -> RankState:
     given: dict[str, Any] = {"where": StackSummary(script=TRAIN), "idle_s": 12.0}
+    given["last_numbers"] = {one.sequence: one.number for one in calls}
     return RankState(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
 
 
@@ -77,7 +78,7 @@ def test_a_rank_that_has_not_entered_a_collective() -> None:
 
 
 def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
-    entries = [entry(process_group=("3", "nccl"))]
+    entries = [entry(group="3")]
     (late,) = read_calls(entries, {"3": [0, 1]}, NOW, {"3": "dp_shard"})
     others = [
         rank(number, call(4106, group="4", members=(2, 3), completed=True)) for number in (2, 3)
@@ -192,7 +193,7 @@ def test_a_collective_that_the_last_rank_has_just_entered_is_no_hang() -> None:
     # The last rank can enter it between the launcher's question and the answers.
     late = rank(3, call(4106, completed=True), call(since_s=0.2), idle_s=0.2)
     assert diagnose([*waiting(0, 1, 2), late], 4, 10.0) is None
-    unanswered = rank(3, entering=True, answered=False, idle_s=0.4)
+    unanswered = rank(3, in_unreported_collective=True, answered=False, idle_s=0.4)
     assert diagnose([*waiting(0, 1, 2), unanswered], 4, 10.0) is None
     # The same after it has ended for the last rank.
     gone_on = rank(3, call(since_s=0.2, completed=True), idle_s=0.1)
@@ -238,34 +239,52 @@ def test_an_earlier_collective_of_the_same_group() -> None:
     assert "groups" not in text
 
 
+def recorded(number: int, nccl: Iterable[Any], gloo: Iterable[Any], patch: Any) -> RankState:
+    """A rank with these entries in the flight recorders of both backends."""
+    dumps = {flight_recorder._DUMP_NCCL: list(nccl), flight_recorder._DUMP: list(gloo)}
+    found = {
+        path: lambda *_, entries=entries: pickle.dumps({"entries": entries})
+        for path, entries in dumps.items()
+    }
+    patch.setattr(flight_recorder, "_loaded", found.get)
+    table = flight_recorder.table()
+    calls = read_calls(table["entries"], {"0": [0, 1], "1": [0, 1, 2]}, NOW)
+    return rank(number, *calls, last_numbers=table["last_numbers"])
+
+
 def test_each_backend_of_a_group_counts_its_own_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `cpu:gloo,cuda:nccl`, torch's default on a host with GPUs, both belong to group 0."""
 
-    def state(number: int, nccl: int, gloo: int) -> RankState:
-        dumps = {
-            flight_recorder._DUMP_NCCL: [entry(state="completed", collective_seq_id=nccl)],
-            flight_recorder._DUMP: [
-                entry(
-                    process_group=["0", "default_pg"],
-                    collective_seq_id=gloo,
-                    profiling_name="gloo:all_reduce",
-                    retired=number == 1,
-                )
-            ],
-        }
-        found = {
-            path: lambda *_, entries=entries: pickle.dumps({"entries": entries})
-            for path, entries in dumps.items()
-        }
-        monkeypatch.setattr(flight_recorder, "_loaded", found.get)
-        entries = flight_recorder.table()["entries"]
-        return rank(number, *read_calls(entries, {"0": [0, 1]}, NOW))
+    def state(number: int, gloo: int) -> RankState:
+        nccl = entry(state="completed", collective_seq_id=50)
+        last = entry(collective_seq_id=gloo, retired=number == 1)
+        return recorded(number, [nccl], [last], monkeypatch)
 
-    found = verdict(state(0, nccl=50, gloo=3), state(1, nccl=50, gloo=2), world=2)
+    found = verdict(state(0, gloo=3), state(1, gloo=2), world=2)
     assert found.culprits == (1,)
     assert "rank 1 (host b, pid 811) has not entered it" in found.text
+
+
+def test_a_completed_collective_before_many_of_another_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_group_1(number: int, **more: Any) -> dict[str, Any]:
+        return entry(process_group=("1", ""), collective_seq_id=number, **more)
+
+    many = [entry(collective_seq_id=number, retired=True) for number in range(1, 71)]
+    root = recorded(0, [of_group_1(5, retired=True), *many], [], monkeypatch)
+    late = recorded(1, [of_group_1(4, retired=True)], [], monkeypatch)
+    assert verdict(root, late, recorded(2, [of_group_1(5)], [], monkeypatch)).culprits == (1,)
+
+
+def test_the_collectives_of_two_backends_are_in_order_of_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    barrier = entry(profiling_name="gloo:barrier", time_created_ns=int((NOW - 60) * 1e9))
+    found = recorded(0, [entry()], [barrier], monkeypatch)
+    assert [one.name for one in found.calls] == ["barrier", "all_reduce"]
 
 
 def test_the_first_of_a_chain_is_named() -> None:
@@ -334,7 +353,9 @@ def entry(**more: Any) -> dict[str, Any]:
     """An entry of the flight recorder as NCCL writes it, what is not read left out."""
     return {
         "profiling_name": "nccl:all_reduce",
-        "process_group": ("0", "nccl"),
+        "process_group": ("0", "default_pg"),
+        "group": "0",
+        "backend": "nccl",
         "collective_seq_id": 7,
         "is_p2p": False,
         "input_sizes": ((1024, 512),),
@@ -350,21 +371,30 @@ def test_nccl_entries() -> None:
         entry(state="completed", collective_seq_id=6, profiling_name="nccl:_all_gather_base"),
         entry(),
         entry(is_p2p=True, profiling_name="nccl:send 0->1"),
-        entry(process_group=("3", "nccl"), input_sizes=((3,), (4,)), retired=True),
+        entry(group="3", input_sizes=((3,), (4,)), retired=True),
     ]
     calls = read_calls(entries, {"0": [0, 1]}, NOW)
     assert calls == (
         call(
             6,
             name="all_gather",
-            group="0 nccl",
+            group="0",
+            backend="nccl",
             members=(0, 1),
             kind="bf16[1024,512]",
             since_s=30,
             completed=True,
         ),
-        call(7, group="0 nccl", members=(0, 1), kind="bf16[1024,512]", since_s=30),
-        call(7, group="3 nccl", members=(), kind="bf16[3] and 1 more", since_s=30, completed=True),
+        call(7, group="0", backend="nccl", members=(0, 1), kind="bf16[1024,512]", since_s=30),
+        call(
+            7,
+            group="3",
+            backend="nccl",
+            members=(),
+            kind="bf16[3] and 1 more",
+            since_s=30,
+            completed=True,
+        ),
     )
 
 
@@ -563,7 +593,8 @@ class Asked(Silent):
         self.cpu_s += 1.0  # for example, to read its source file
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
-        table = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "missing": [WORLD]}
+        table = {"entries": entries, "groups": {"0": [0, 1]}, "missing": [WORLD]}
+        table["last_numbers"] = {"0 nccl": 7} if entries else {}
         table["axes"] = {}
         threads = [{"name": "main", "stack": stack}]
         told = {"id": request["id"], "threads": threads, "step": 0, "stage": None, **table}
@@ -689,6 +720,43 @@ def test_a_hang_at_the_same_place_is_reported_again_after_progress(
         ranks[1].counts = (round + 1, round + 1)
     off = "paceline: the detection of stragglers is off: KeyError('arrivals')\n"
     assert said.count(off) == 1
+
+
+def test_loader_workers_have_a_probe_of_their_own() -> None:
+    def file_at(function: str) -> int:
+        fd = os.memfd_create(probe.NAME)
+        os.write(fd, json.dumps({"time": 0.0, "place": f"/a/data.py:7 in {function}"}).encode())
+        return fd
+
+    files = [file_at("train"), file_at("<module>"), file_at("load")]
+    children = [
+        subprocess.Popen(["sleep", "60"], pass_fds=[files[0], *more])
+        for more in ([], [files[1]], [files[2]])
+    ]
+    own = files.pop(0)
+    for fd in files:
+        os.close(fd)
+    try:
+        _, outside, inside = (child.pid for child in children)
+        want = {f"pid {outside} at data.py:7", f"pid {inside} in load() at data.py:7"}
+        assert {*describe_workers(os.getpid(), "/a")} == want
+    finally:
+        os.close(own)
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_forked_child_does_not_close_a_file_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The script has closed all files, and the number of the probe's file belongs to another one now."""
+    monkeypatch.setattr(probe.Probe, "_start", lambda _, fd: os.close(fd))
+    one: Any = probe.Probe.__new__(probe.Probe)
+    fd = os.memfd_create("data")
+    vars(one).update(_timer=False, _fd=fd, _inode=0, _path="")
+    one._in_child()
+    os.close(fd)
 
 
 def test_the_probe_does_not_replace_a_timer_that_the_script_sets(

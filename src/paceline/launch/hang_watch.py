@@ -321,7 +321,6 @@ class HangWatch:
         can_run = activity.state not in (*_STOPPED, "D")
         dump = read_dump(rank.probe_text()) if late and can_run else []
         reported: dict[str, Any] = {
-            "entered": {},
             "where": read_place(activity.beat.get("place", ""), cwd),
         }
         answered = "threads" in answer
@@ -335,7 +334,7 @@ class HangWatch:
                 "where": read_stack(main["stack"], cwd),
                 "call": main.get("call", ""),
                 "peer": main.get("peer"),
-                "entered": answer["entered"],
+                "last_numbers": answer["last_numbers"],
                 "step": answer["step"],
                 "stage": answer["stage"],
                 "calls": read_calls(
@@ -352,7 +351,9 @@ class HangWatch:
             busy=activity.busy(self._window_s),
             idle_s=now - activity.progress_at,
             holds_gil=bool(dump),
-            entering=not answered and not late and activity.counts[0] > activity.counts[1],
+            in_unreported_collective=not answered
+            and not late
+            and activity.counts[0] > activity.counts[1],
             answered=answered,
             workers=processes.describe_workers(pid, cwd) if reported["where"].loader else (),
             kernel_function=processes.kernel_function(pid) if activity.state == "D" else "",

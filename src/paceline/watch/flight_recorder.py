@@ -23,7 +23,7 @@ _LAST = "torch.distributed.destroy_process_group"
 # How the description of a group of a device mesh begins; the name of the axis follows.
 _OF_MESH = "mesh_"
 _KEYS = (
-    *("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes"),
+    *("profiling_name", "group", "backend", "collective_seq_id", "is_p2p", "input_sizes"),
     *("input_dtypes", "state", "retired", "time_created_ns"),
 )
 
@@ -42,17 +42,21 @@ def counts() -> tuple[int, int]:
 
 
 def table() -> dict[str, Any]:
-    """The latest collectives and all that are not completed, oldest first; ranks and mesh axes of groups."""
+    """The latest collectives and all that are not completed, oldest first, and the number of the latest
+    one of each group and backend; ranks and mesh axes of groups."""
     entries = _entries()
+    last_numbers: dict[str, int] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            last_numbers[f"{entry['group']} {entry['backend']}"] = entry["collective_seq_id"]
+    for name, queue in _our_queues():
+        entries += (entry | {"group": name, "backend": queue.backend} for entry in queue.waiting())
+        last_numbers[f"{name} {queue.backend}"] = queue.entered
+    entries.sort(key=lambda entry: entry["time_created_ns"])
     first = len(entries) - _ENTRIES
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
-    ours = [
-        entry | {"process_group": [name, queue.backend]}
-        for name, queue in _our_queues()
-        for entry in queue.waiting()
-    ]
     return {
-        "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *ours],
+        "entries": [{key: entry.get(key) for key in _KEYS} for entry in kept],
         "groups": {
             name: sorted(_loaded(_WORLD).pg_group_ranks.get(group, ()))
             for group, name in _group_names().items()
@@ -62,7 +66,7 @@ def table() -> dict[str, Any]:
             for group, name in _group_names().items()
             if group.group_desc.startswith(_OF_MESH)
         },
-        "entered": {f"{name} {queue.backend}": queue.entered for name, queue in _our_queues()},
+        "last_numbers": last_numbers,
         "missing": [
             path for path in (_DUMP, _WORLD) if _loaded(_LAST) is not None and _loaded(path) is None
         ],
@@ -73,7 +77,7 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
     """Collectives entered after `since_ns`: group and backend, number, ns since the epoch, elements."""
     found = [
         (
-            " ".join(entry["process_group"]),
+            f"{entry['group']} {entry['backend']}",
             entry["collective_seq_id"],
             entry["time_created_ns"],
             sum(map(math.prod, entry["input_sizes"])),
@@ -91,12 +95,12 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """All entries; `process_group` is the name of the group and its backend, which has its own numbers."""
+    """All entries, with `group` and `backend`; each backend of a group has its own numbers."""
     return [
-        entry | {"process_group": [entry["process_group"][0], backend]}
+        entry | {"group": entry["process_group"][0], "backend": backend}
         for backend, dump in _dumps(entries=True)
         for entry in dump.get("entries", ())
-        if entry["process_group"][0]  # one without a name is ours
+        if entry["process_group"][0]  # the Gloo group in a `ShmGroup` has no name
     ]
 
 

@@ -40,13 +40,13 @@ def diagnose(states: Sequence[RankState], world_size: int, after_s: float) -> Di
     """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
-    inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
-    waiting = [state for state, since_s in inside if since_s >= after_s]
+    in_collective = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
+    waiting = [state for state, since_s in in_collective if since_s >= after_s]
     if waiting:
         return _diagnose_collective(states, waiting, after_s)
-    if inside or any(state.idle_s < after_s for state in alive):
+    if in_collective or any(state.idle_s < after_s for state in alive):
         return None
-    return _diagnose_others(states, world_size)
+    return _diagnose_without_collective(states, world_size)
 
 
 def _diagnose_collective(
@@ -57,12 +57,11 @@ def _diagnose_collective(
     if differing:
         return _render_differing(states, differing)
     members = call.members or tuple(state.rank for state in states)
-    inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
-    absent = [state for state in states if state.rank in members and state not in inside]
+    of_group = [state for state in states if state.rank in members]
+    entered = [s for s in of_group if s.in_unreported_collective or s.has_entered(call)]
+    absent = [state for state in of_group if state not in entered]
     remote = sorted(set(members) - {state.rank for state in states})
-    if _has_just_entered(
-        [state for state in inside if state.rank in members], absent, call, after_s
-    ):
+    if _may_still_end(entered, absent, call, after_s):
         return None
     stuck = [state for state in waiting if _is_same(state.waiting, call)]
     lines = _waiters(stuck, call)
@@ -73,7 +72,7 @@ def _diagnose_collective(
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
     elsewhere = [state.waiting for state in absent if state.waiting is not None]
     if absent and len(elsewhere) == len(absent):
-        if any(other.group != call.group for other in elsewhere):
+        if any(other.sequence != call.sequence for other in elsewhere):
             why = "two groups were entered in different orders, so each side waits for the other."
             fix = "use the groups in the same order on all ranks."
         else:
@@ -91,24 +90,26 @@ def _diagnose_collective(
     alarm = not busy and bool(absent or not remote)
     # A notice is given once for a place in the script, an alarm once for a collective.
     key = (
-        (call.group, call.number) if alarm else (call.name, *(state.where.line for state in absent))
+        (call.sequence, call.number)
+        if alarm
+        else (call.name, *(state.where.line for state in absent))
     )
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
-def _has_just_entered(
-    inside: Sequence[RankState], absent: Sequence[RankState], call: Call, after_s: float
+def _may_still_end(
+    entered: Sequence[RankState], absent: Sequence[RankState], call: Call, after_s: float
 ) -> bool:
-    """Whether each rank is in a collective, and one of those that decide has entered its own recently.
+    """Whether a rank that the others waited for has itself entered a collective less than `after_s` ago.
 
-    The other ranks have waited for it until now, so they do not show that the collectives do not end.
+    It is then too early to call this a hang.
     """
     if absent:
         calls = [state.waiting for state in absent if state.waiting is not None]
         return len(calls) == len(absent) and any(one.since_s < after_s for one in calls)
-    entered = [one.since_s for state in inside for one in state.calls if _is_same(one, call)]
-    entered += [state.idle_s for state in inside if state.entering]
-    return any(since_s < after_s for since_s in entered)
+    times_s = [one.since_s for state in entered for one in state.calls if _is_same(one, call)]
+    times_s += [state.idle_s for state in entered if state.in_unreported_collective]
+    return any(since_s < after_s for since_s in times_s)
 
 
 def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankState]) -> Call:
@@ -118,8 +119,7 @@ def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankSta
         absent = [
             state
             for state in states
-            if (not call.members or state.rank in call.members)
-            and state.number(call.group) < call.number
+            if (not call.members or state.rank in call.members) and not state.has_entered(call)
         ]
         free = any(state.waiting is None for state in absent)
         return (0 if free else 1 if absent else 2, -call.since_s)
@@ -133,7 +133,7 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
     by_number: dict[int, dict[int, Call]] = defaultdict(dict)
     for state in states:
         for other in state.calls:
-            if other.group == call.group and other.number <= call.number:
+            if other.sequence == call.sequence and other.number <= call.number:
                 by_number[other.number][state.rank] = other
     for number in sorted(by_number):
         calls = by_number[number].values()
@@ -202,7 +202,7 @@ def _differing_ranks(
     return [state for members in groups for state in members]
 
 
-def _diagnose_others(states: Sequence[RankState], world_size: int) -> Diagnosis | None:
+def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -> Diagnosis | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
@@ -270,14 +270,14 @@ def _call_text(call: Call, state: RankState) -> str:
     notes = [call.kind] if call.kind else []
     if state.where.gradients and not call.completed:
         notes.insert(0, "gradients")
-    if call.members and len(call.members) > 1 and call.group.split()[0] != "0":
+    if call.members and len(call.members) > 1 and call.group != "0":
         axis = f" on axis {call.axis}" if call.axis else ""
         notes.append(f"group of {name_ranks(call.members)}{axis}")
     return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _is_same(call: Call | None, other: Call) -> bool:
-    return call is not None and (call.group, call.number) == (other.group, other.number)
+    return call is not None and (call.sequence, call.number) == (other.sequence, other.number)
 
 
 def _at(state: RankState) -> str:

@@ -34,8 +34,9 @@ class Call:
     """A collective that a rank has entered.
 
     Args:
-        number: Counts the collectives of the group, from 1.
-        group: The name and the backend of the group, such as `0 gloo`. The name `0` means all ranks.
+        number: Counts the collectives of the group and backend, from 1.
+        group: The name of the group; `0` means all ranks.
+        backend: The backend of the group, such as `gloo`.
         members: Ranks of the group; empty if unknown.
         axis: The axis of a device mesh that the group is on; empty if none.
         kind: Type and shape of its tensor, such as `f32[3,4]`.
@@ -46,11 +47,17 @@ class Call:
     name: str
     number: int
     group: str = "0"
+    backend: str = "gloo"
     members: tuple[int, ...] = ()
     axis: str = ""
     kind: str = ""
     since_s: float = 0.0
     completed: bool = False
+
+    @property
+    def sequence(self) -> str:
+        """Group and backend, such as `0 gloo`: the collectives that `number` counts."""
+        return f"{self.group} {self.backend}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +104,14 @@ class RankState:
         busy: Whether it uses the CPU, reads or writes, or is at another place each time.
         idle_s: Seconds since it last entered or left a collective.
         holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
-        entering: Whether it is in a collective that it did not report.
+        in_unreported_collective: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
         step: Its training step; 0 if unknown.
         stage: Its stage of a pipeline; None without one.
         call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
         calls: Collectives, oldest first: the latest, and all that are not completed.
-        entered: By group, as in `Call`, the number of the latest collective, where `calls` does not have all.
+        last_numbers: By `Call.sequence`, the number of the latest collective that it entered.
         workers: A few words for each child process that may be a loader worker.
         kernel_function: The kernel's function that it waits in.
     """
@@ -117,7 +124,7 @@ class RankState:
     busy: bool = False
     idle_s: float = 0.0
     holds_gil: bool = False
-    entering: bool = False
+    in_unreported_collective: bool = False
     answered: bool = True
     step: int = 0
     stage: int | None = None
@@ -125,14 +132,13 @@ class RankState:
     call: str = ""
     peer: int | None = None
     calls: tuple[Call, ...] = ()
-    entered: Mapping[str, int] = field(default_factory=dict)
+    last_numbers: Mapping[str, int] = field(default_factory=dict)
     workers: tuple[str, ...] = ()
     kernel_function: str = ""
 
-    def number(self, group: str) -> int:
-        """The number of the latest collective of the group that it entered; 0 if none."""
-        numbers = [call.number for call in self.calls if call.group == group]
-        return max([*numbers, self.entered.get(group, 0)])
+    def has_entered(self, call: Call) -> bool:
+        """Whether it has entered this collective of another rank."""
+        return self.last_numbers.get(call.sequence, 0) >= call.number
 
     @property
     def waiting(self) -> Call | None:
@@ -157,9 +163,10 @@ def read_calls(
         Call(
             name=entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base"),
             number=entry["collective_seq_id"],
-            group=" ".join(entry["process_group"]),
-            members=tuple(groups.get(entry["process_group"][0], ())),
-            axis=(axes or {}).get(entry["process_group"][0], ""),
+            group=entry["group"],
+            backend=entry["backend"],
+            members=tuple(groups.get(entry["group"], ())),
+            axis=(axes or {}).get(entry["group"], ""),
             kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
             completed=bool(entry["retired"]) or entry.get("state") == "completed",
