@@ -67,7 +67,7 @@ class Probe:
         # A loader worker, or another process that multiprocessing forked. The launcher finds it by the
         # name of the file.
         self.main = threading.main_thread().ident or 0
-        with contextlib.suppress(OSError):
+        if self._is_open():
             os.close(self._fd)
         self._start(os.memfd_create(NAME))
 

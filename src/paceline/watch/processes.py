@@ -156,8 +156,10 @@ def kernel_function(pid: int) -> str:
 def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     """A few words for each child of a rank that may be a loader worker; those in the script first."""
     words = []
+    own = _probe_files(pid).keys()  # a child of `os.fork` has its rank's file, and no probe
     for child in read_children().get(pid, ()):
-        found, text = read_process(child), _read_probe(child)
+        found = read_process(child)
+        text = "".join(text for inode, text in _probe_files(child).items() if inode not in own)
         if found is None or not (text or found.name.startswith("pt_data_worker")):
             continue  # a spawned worker has no probe
         beat = read_beat(text)
@@ -167,16 +169,19 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
         state = {"T": "stopped", "t": "held by a debugger", "D": "in a disk wait", "Z": "dead"}.get(
             found.state, ""
         )
-        state = state or (f"in {where.function_at_line}" if where.script else "is idle")
+        if not state:
+            place = where.function_at_line or "is idle"
+            state = f"in {place}" if "() at " in place else place
         words.append((not where.script, f"pid {child} {state}"))
     return tuple(text for _, text in sorted(words))
 
 
-def _read_probe(pid: int) -> str:
-    """What the probe of a forked child wrote (probe.py); empty if it has none."""
+def _probe_files(pid: int) -> dict[int, str]:
+    """The files of probes (probe.py) that a process has open: their text, by inode."""
+    found = {}
     with contextlib.suppress(OSError):
         for fd in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(fd.path).startswith(_PROBE_FILE):
-                    return Path(fd.path).read_text(errors="replace")
-    return ""
+                    found[os.stat(fd.path).st_ino] = Path(fd.path).read_text(errors="replace")
+    return found
