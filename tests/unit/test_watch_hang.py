@@ -724,7 +724,7 @@ def test_a_hang_at_the_same_place_is_reported_again_after_progress(
 
 def test_loader_workers_have_a_probe_of_their_own() -> None:
     def file_at(function: str) -> int:
-        fd = os.memfd_create(probe.NAME)
+        fd = os.memfd_create(probe.PROBE_NAME)
         os.write(fd, json.dumps({"time": 0.0, "place": f"/a/data.py:7 in {function}"}).encode())
         return fd
 
@@ -770,7 +770,7 @@ def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
     monkeypatch.setattr(probe.time, "sleep", Mock(side_effect=StopIteration))
     one: Any = probe.Probe.__new__(probe.Probe)
     fd = os.memfd_create("probe")
-    vars(one).update(main=0, _timer=True, _ended=False, _fd=fd, _arming=threading.RLock())
+    vars(one).update(main=0, _timer=True, _ended=False, _fd=fd, _timer_lock=threading.RLock())
     one._inode = os.fstat(fd).st_ino
     script = threading.Thread(target=one._give_timer_away, args=(9.0,))
 

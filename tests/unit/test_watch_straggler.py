@@ -99,8 +99,10 @@ def test_steps_are_the_periods_of_the_pattern() -> None:
     assert len(steps) in (28, 29)
     assert statistics.fmean(step.step_s for step in steps) == pytest.approx(0.132, rel=0.02)
     # Five asynchronous buckets of a step have one wait, not five: the largest.
-    assert statistics.fmean(step.wait_s[0] for step in steps) == pytest.approx(0.03, rel=0.1)
-    assert statistics.fmean(step.total_s[0] for step in steps) > 0.06
+    assert statistics.fmean(step.longest_wait_s[0] for step in steps) == pytest.approx(
+        0.03, rel=0.1
+    )
+    assert statistics.fmean(step.summed_wait_s[0] for step in steps) > 0.06
 
 
 @pytest.mark.parametrize("late", [[1], [2, 3], [0, 1, 5]])
@@ -336,7 +338,7 @@ BEFORE = HostSample(
     cpu_s=dict.fromkeys((810, 811, 850, 99), 0.0),
     job=frozenset({810, 811, 850}),
     delay_s={810: 0.0, 811: 0.0},
-    faults={810: 0, 811: 0},
+    major_faults={810: 0, 811: 0},
     throttled_s=0.0,
 )
 AFTER = replace(BEFORE, time_s=2.0, cpu_s={810: 1.2, 811: 2.0, 850: 2.0, 99: 0.0})
@@ -355,7 +357,7 @@ HOSTS = [
     ),
     (replace(AFTER, delay_s={810: 0.1, 811: 0.1}), "not its host", "num_workers"),
     (replace(AFTER, throttled_s=0.5), "control group stopped ranks for 25%", "raise the limit"),
-    (replace(AFTER, faults={810: 0, 811: 900}), "450 pages of its memory per second", "memory"),
+    (replace(AFTER, major_faults={810: 0, 811: 900}), "450 pages of its memory per second", "memory"),
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome
-from paceline.watch.probe import Probe
+from paceline.watch.probe import PROBE_NAME, Probe
 
 WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
@@ -122,7 +122,7 @@ class Rank:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_SEND_TIMEOUT_S)
         # Its probe (watch/probe.py) writes to this memory, so we can read it even if the rank is stuck.
-        self._probe = os.memfd_create("paceline-probe")
+        self._probe = os.memfd_create(PROBE_NAME)
         self._probe_text = ""
         self._read_probe_events = False
         self.streams: list[Stream] = []

@@ -223,7 +223,8 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     if rest and not stuck:
         lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
     ended = [state for state in states if state.returncode is not None]
-    lines += _grouped([*rest, *ended], _activity, ":", ":")
+    activities = group_by_text([*rest, *ended], _activity)
+    lines += [_with_ranks(members, text, ": ") for text, members in activities.items()]
     if rest:
         why, fix = _why_and_fix(rest, stuck)
     elif ended:
@@ -383,7 +384,7 @@ def _grouped(
     lines = []
     for text, members in group_by_text(states, text_of).items():
         verb = one if len(members) == 1 else many
-        lines.append(_with_ranks(members, f"{verb} {text}".strip()))
+        lines.append(_with_ranks(members, f"{verb} {text}"))
     return lines
 
 
@@ -391,12 +392,12 @@ def _have(members: Sequence[RankState]) -> str:
     return "has" if len(members) == 1 else "have"
 
 
-def _with_ranks(members: Sequence[RankState], text: str) -> str:
+def _with_ranks(members: Sequence[RankState], text: str, separator: str = " ") -> str:
     who = name_ranks([state.rank for state in members])
     if len(members) == 1:
         stage = "" if members[0].stage is None else f", stage {members[0].stage}"
         who += f" (host {members[0].host}, pid {members[0].pid}{stage})"
-    return f"{who}{'' if text.startswith(':') else ' '}{text}"
+    return f"{who}{separator}{text}"
 
 
 def _hang(

@@ -19,13 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.watch.flight_recorder import arrivals, counts, table
 from paceline.watch.sampling import profile
 from paceline.watch.stacks import call_of, hash_of, place_of_frame, stack_of
 
-NAME = "paceline-probe"
+PROBE_NAME = "paceline-probe"
 BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _dump_later = faulthandler.dump_traceback_later
@@ -38,21 +38,20 @@ class Probe:
         fd: A file in memory that the launcher reads.
     """
 
-    REQUESTS = ("state", "arrivals", "profile", "phases", "slow_ranks")
-
     def __init__(self, fd: int) -> None:
         self.main = threading.main_thread().ident or 0
         # faulthandler has one timer. If the script uses it, the probe no longer does.
         faulthandler.dump_traceback_later = self._give_timer_away
         self._timer = True
-        # Held while the timer is set or given away, and during a fork: a forked child has no timer thread,
-        # and would wait for it forever when it ends. A signal handler may run in the thread that holds it.
-        self._arming = threading.RLock()
+        # Held while the timer is set or given away, and during a fork: a forked child inherits the armed
+        # timer without its thread, and faulthandler would join that thread forever at exit. Reentrant,
+        # because a signal handler may run in the thread that holds it.
+        self._timer_lock = threading.RLock()
         self._ended = False
         os.register_at_fork(
             before=self._disarm,
-            after_in_parent=self._arming.release,
-            after_in_child=self._arming.release,
+            after_in_parent=self._timer_lock.release,
+            after_in_child=self._timer_lock.release,
         )
         multiprocessing.util.register_after_fork(self, Probe._in_child)
         # The launcher has the file open under the same number, so it can be opened again.
@@ -61,7 +60,7 @@ class Probe:
     def _start(self, fd: int, path: str = "") -> None:
         os.set_inheritable(fd, False)
         self._fd, self._inode, self._path = fd, os.fstat(fd).st_ino, path
-        threading.Thread(target=self._beat, name=NAME, daemon=True).start()
+        threading.Thread(target=self._beat, name=PROBE_NAME, daemon=True).start()
 
     def _in_child(self) -> None:
         # A loader worker, or another process that multiprocessing forked. The launcher finds it by the
@@ -69,15 +68,15 @@ class Probe:
         self.main = threading.main_thread().ident or 0
         if self._is_open():
             os.close(self._fd)
-        self._start(os.memfd_create(NAME))
+        self._start(os.memfd_create(PROBE_NAME))
 
     def _disarm(self) -> None:
-        self._arming.acquire()
+        self._timer_lock.acquire()
         if self._timer:
             faulthandler.cancel_dump_traceback_later()
 
     def _give_timer_away(self, *args: Any, **options: Any) -> None:
-        with self._arming:
+        with self._timer_lock:
             self._timer = False
             faulthandler.dump_traceback_later = _dump_later
             _dump_later(*args, **options)
@@ -101,7 +100,7 @@ class Probe:
             }
             del frame
             line = json.dumps(beat).encode() + b"\n"
-            with self._arming:
+            with self._timer_lock:
                 if self._ended or not self._is_open():
                     return
                 os.pwrite(self._fd, line, 0)
@@ -124,7 +123,7 @@ class Probe:
         return False
 
     def _write_error(self, text: str) -> None:
-        with self._arming:
+        with self._timer_lock:
             if self._timer:
                 faulthandler.cancel_dump_traceback_later()
             if not self._ended and self._is_open():
@@ -137,7 +136,7 @@ class Probe:
         Raises:
             OSError: the file does not exist any more.
         """
-        with self._arming:
+        with self._timer_lock:
             self._ended = True
             if not self._is_open():
                 raise OSError("the launcher is gone")
@@ -149,13 +148,13 @@ class Probe:
         def reply() -> None:
             message = {"event": request["do"], "id": request["id"]}
             try:
-                message |= getattr(self, f"_{request['do']}")(request)
+                message |= self.REQUESTS[request["do"]](self, request)
             except Exception as error:  # the rank must go on listening to its launcher
                 message["error"] = repr(error)
             send(message)
 
         if request["do"] in ("profile", "phases"):  # they last for some time
-            threading.Thread(target=reply, name=NAME, daemon=True).start()
+            threading.Thread(target=reply, name=PROBE_NAME, daemon=True).start()
         else:
             reply()
 
@@ -163,7 +162,7 @@ class Probe:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[dict[str, Any]] = []  # the main one first
         for ident, frame in sys._current_frames().items():
-            if ident != threading.get_ident() and names.get(ident) != NAME:
+            if ident != threading.get_ident() and names.get(ident) != PROBE_NAME:
                 thread = {"name": names.get(ident, "?"), "stack": stack_of(frame)}
                 if ident == self.main:
                     threads.insert(0, thread | call_of(frame))
@@ -194,3 +193,11 @@ class Probe:
 
     def _phases(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"spent": profile(self.main, request["seconds"])}
+
+    REQUESTS: ClassVar[dict[str, Callable[[Probe, dict[str, Any]], dict[str, Any]]]] = {
+        "state": _state,
+        "arrivals": _arrivals,
+        "profile": _profile,
+        "phases": _phases,
+        "slow_ranks": _slow_ranks,
+    }

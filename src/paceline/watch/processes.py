@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 
 from paceline.machine import cgroup_folders, core_delay_s, read_text, stat_fields
-from paceline.watch.probe import NAME
+from paceline.watch.probe import PROBE_NAME
 from paceline.watch.rank_state import LATE_BEAT_S, read_beat, read_dump, read_place, read_stack
 
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
-_PROBE_FILE = f"/memfd:{NAME}"
+_PROBE_FILE = f"/memfd:{PROBE_NAME}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,8 @@ class Process:
     """One process at one moment.
 
     Args:
-        state: As in /proc: R runs, S sleeps, D waits for a device, T is stopped, Z is dead.
+        state: As in /proc: R runs, S sleeps, D waits for a device, T is stopped, t is held by a debugger,
+            Z is dead.
         cpu_s: CPU seconds so far, of all its threads.
         io_bytes: Read and written so far, files and pipes together.
     """
@@ -50,7 +51,7 @@ class HostSample:
         cpu_s: CPU seconds so far, by pid.
         job: The ranks and all processes below them.
         delay_s: Seconds that the main thread of each rank has waited for a core so far, by pid.
-        faults: Pages that each rank has read from a disk so far, by pid.
+        major_faults: Pages that each rank has read from a disk so far, by pid.
         throttled_s: Seconds that the CPU limit of a control group has stopped the ranks so far.
     """
 
@@ -59,7 +60,7 @@ class HostSample:
     cpu_s: Mapping[int, float]
     job: frozenset[int]
     delay_s: Mapping[int, float]
-    faults: Mapping[int, int]
+    major_faults: Mapping[int, int]
     throttled_s: float
 
 
@@ -77,7 +78,9 @@ def sample_host(pids: Sequence[int]) -> HostSample:
         cpu_s=cpu_s,
         job=frozenset(pids).union(*(descendants(pid, children) for pid in pids)),
         delay_s={pid: core_delay_s(pid) for pid in pids},
-        faults={pid: int(fields[9]) for pid in pids if (fields := stat_fields(f"/proc/{pid}"))},
+        major_faults={
+            pid: int(fields[9]) for pid in pids if (fields := stat_fields(f"/proc/{pid}"))
+        },
         throttled_s=_throttled_s(),
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.watch.stacks import frames_of_script
+from paceline.watch.stacks import Frame, frames_of_script
 
 LATE_BEAT_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
@@ -25,8 +25,6 @@ _LOCKS = (
 )
 # Loops in which a server waits for requests; asyncio's is also that of uvicorn, aiohttp and grpc.aio.
 _SERVERS = ("/socketserver.py", "/asyncio/base_events.py", "/grpc/_server.py")
-
-Frame = tuple[str, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)

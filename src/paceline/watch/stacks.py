@@ -13,7 +13,8 @@ import sysconfig
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-Stack = list[tuple[str, int, str]]
+Frame = tuple[str, int, str]  # file, line, function
+Stack = list[Frame]
 
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],

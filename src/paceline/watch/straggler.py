@@ -29,15 +29,15 @@ from paceline.watch.sampling import WAITING
 
 # A rank that is slow in every tenth step only is found by comparing blocks of ten steps.
 _STEPS_PER_BLOCK = (1, 10)
-_WINDOW = (20, 64)  # blocks that are judged: at least and at most
-_PROFILED = (5, 8)  # blocks in a profile: at least and as asked for
+_LEAST_BLOCKS, _MOST_BLOCKS = 20, 64  # that are judged
+_LEAST_PROFILED, _WANTED_PROFILED = 5, 8  # blocks in a profile
 _LEAST_DELAY = 0.1  # share of the time without a core, above which the host counts as too small
 _REPEATING = 0.7  # share of the collectives that repeat with the period
 _PATTERN = 512  # collectives in which the period is searched
 _SMALL = 0.01  # of the largest tensor: barriers and logged numbers are not part of the pattern
 
 Key = tuple[str, int]  # a group's name, and the number of a collective in it
-Place = tuple[str, str]  # a phase, and the line of the script
+PhasePlace = tuple[str, str]  # a phase, and the line of the script
 # By rank and collective: when the rank entered it, in ns since the epoch, and its number of elements.
 Arrivals = Mapping[int, Mapping[Key, tuple[int, int]]]
 
@@ -48,16 +48,17 @@ class Block:
 
     Args:
         begin_ns, end_ns: Since the epoch.
-        wait_s: By rank, how long per step it waited for the others at one collective, at most. An
-            asynchronous collective passes a delay on to the next, so this is a lower bound of all waits.
-        total_s: By rank, the sum of these times over all collectives of a step: an upper bound.
+        longest_wait_s: By rank, its longest wait for the others at one collective of a step: a lower bound
+            of its total wait. For several steps it is the mean.
+        summed_wait_s: The same for the sum of its waits at all collectives of a step: an upper bound, since
+            an asynchronous collective passes a delay on to the next.
     """
 
     begin_ns: int
     end_ns: int
     steps: int
-    wait_s: Mapping[int, float]
-    total_s: Mapping[int, float]
+    longest_wait_s: Mapping[int, float]
+    summed_wait_s: Mapping[int, float]
 
     @property
     def step_s(self) -> float:
@@ -76,7 +77,7 @@ class Suspect:
     def profile_s(self) -> float:
         """Seconds that a profile needs for enough whole blocks."""
         block_s = [block.step_s * block.steps for block in self.blocks]
-        return (_PROFILED[1] + 1) * statistics.median(block_s)
+        return (_WANTED_PROFILED + 1) * statistics.median(block_s)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Profile:
         """Since the epoch."""
         return self.begin_ns + sum(seconds for _, _, seconds in self.spent) * 1e9
 
-    def between(self, begin_ns: int, end_ns: int) -> dict[Place, float]:
+    def between(self, begin_ns: int, end_ns: int) -> dict[PhasePlace, float]:
         """Seconds by phase and place within this time."""
-        found: dict[Place, float] = defaultdict(float)
+        found: dict[PhasePlace, float] = defaultdict(float)
         now_ns = float(self.begin_ns)
         for phase, place, seconds in self.spent:
             next_ns = now_ns + seconds * 1e9
@@ -114,22 +115,22 @@ def find_suspects(arrivals: Arrivals) -> list[Suspect]:
     explained: set[int] = set()
     groups = {group for entered in arrivals.values() for group, _ in entered}
     steps_of = [steps for group in groups if (steps := read_steps(arrivals, group))]
-    for steps in sorted(steps_of, key=lambda steps: len(steps[-1].wait_s)):
+    for steps in sorted(steps_of, key=lambda steps: len(steps[-1].longest_wait_s)):
         suspect = _suspect(steps)
         if suspect is not None and not explained.issuperset(suspect.ranks):
             late = [rank for rank in suspect.ranks if rank not in explained]
             found.append(Suspect(late, suspect.blocks))
-            explained |= steps[-1].wait_s.keys()
+            explained |= steps[-1].longest_wait_s.keys()
     return found
 
 
 def _suspect(steps: Sequence[Block]) -> Suspect | None:
     for size in _STEPS_PER_BLOCK:
-        blocks = merge(steps, size)[-_WINDOW[1] :]
-        if len(blocks) < _WINDOW[0]:
+        blocks = merge(steps, size)[-_MOST_BLOCKS:]
+        if len(blocks) < _LEAST_BLOCKS:
             continue
         step_s = statistics.median(block.step_s for block in blocks)
-        if late := stragglers.find_late([block.total_s for block in blocks], step_s):
+        if late := stragglers.find_late([block.summed_wait_s for block in blocks], step_s):
             return Suspect(late, blocks)
     return None
 
@@ -177,17 +178,17 @@ def _period(sizes: Sequence[int]) -> int:
 
 def _read_step(arrivals: Sequence[Mapping[int, int]]) -> Block:
     """One step. The first of `arrivals` is the last collective of the previous step."""
-    wait_s, total_s = dict.fromkeys(arrivals[0], 0.0), dict.fromkeys(arrivals[0], 0.0)
+    longest_s, summed_s = dict.fromkeys(arrivals[0], 0.0), dict.fromkeys(arrivals[0], 0.0)
     for at_ns in arrivals[1:]:
         last_ns = max(at_ns.values())
         for rank, own_ns in at_ns.items():
             waited_s = (last_ns - own_ns) / 1e9
-            wait_s[rank] = max(wait_s[rank], waited_s)
-            total_s[rank] += waited_s
+            longest_s[rank] = max(longest_s[rank], waited_s)
+            summed_s[rank] += waited_s
     begin_ns, end_ns = max(arrivals[0].values()), max(arrivals[-1].values())
     length_s = (end_ns - begin_ns) / 1e9
-    total_s = {rank: min(waited_s, length_s) for rank, waited_s in total_s.items()}
-    return Block(begin_ns, end_ns, 1, wait_s, total_s)
+    summed_s = {rank: min(waited_s, length_s) for rank, waited_s in summed_s.items()}
+    return Block(begin_ns, end_ns, 1, longest_s, summed_s)
 
 
 def merge(steps: Sequence[Block], size: int) -> list[Block]:
@@ -196,21 +197,22 @@ def merge(steps: Sequence[Block], size: int) -> list[Block]:
     for first in range(len(steps) % size, len(steps), size):
         part = steps[first : first + size]
         if all(one.end_ns == next_.begin_ns for one, next_ in pairwise(part)):
-            wait_s = {r: statistics.fmean(s.wait_s[r] for s in part) for r in part[0].wait_s}
-            total_s = {r: statistics.fmean(s.total_s[r] for s in part) for r in part[0].total_s}
-            blocks.append(Block(part[0].begin_ns, part[-1].end_ns, size, wait_s, total_s))
+            ranks = part[0].longest_wait_s
+            longest_s = {r: statistics.fmean(s.longest_wait_s[r] for s in part) for r in ranks}
+            summed_s = {r: statistics.fmean(s.summed_wait_s[r] for s in part) for r in ranks}
+            blocks.append(Block(part[0].begin_ns, part[-1].end_ns, size, longest_s, summed_s))
     return blocks
 
 
 def profiled_blocks(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[Block]:
     """The blocks that lie within the profiles of all ranks; none if they are too few."""
-    members = suspect.blocks[-1].wait_s
+    members = suspect.blocks[-1].longest_wait_s
     if not members.keys() <= profiles.keys():
         return []
     begin_ns = max(profiles[rank].begin_ns for rank in members)
     end_ns = min(profiles[rank].end_ns for rank in members)
     found = [b for b in suspect.blocks if b.begin_ns >= begin_ns and b.end_ns <= end_ns]
-    return found if len(found) >= _PROFILED[0] else []
+    return found if len(found) >= _LEAST_PROFILED else []
 
 
 def find_straggler(
@@ -222,7 +224,9 @@ def find_straggler(
         profiles: By rank; `profiled_blocks` must have found blocks in them.
     """
     blocks = profiled_blocks(suspect, profiles)
-    spent = {member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].wait_s}
+    spent = {
+        member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].longest_wait_s
+    }
     others = [member for member in spent if member not in suspect.ranks]
 
     def median_s(members: Sequence[int], phase: str) -> float:
@@ -237,7 +241,9 @@ def find_straggler(
     step_s = statistics.median(block.step_s for block in blocks)
     waiting_s = median_s([rank], WAITING)
     seen_s = max(median_s(others, WAITING) - waiting_s, 0.0)
-    wait_s = max(stragglers.waited_for_s([block.wait_s for block in suspect.blocks], rank), seen_s)
+    wait_s = max(
+        stragglers.waited_for_s([block.longest_wait_s for block in suspect.blocks], rank), seen_s
+    )
     phases_s = {}
     for phase in {name for own in spent.values() for name, _ in own} - {WAITING}:
         # DDP waits inside a backward, where no stack shows it.
@@ -257,9 +263,9 @@ def find_straggler(
     return found, max(places, key=lambda place: places[place], default="")
 
 
-def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[Place, list[float]]:
+def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[PhasePlace, list[float]]:
     """By phase and place: the seconds per step in each block."""
-    found: dict[Place, list[float]] = defaultdict(lambda: [0.0] * len(blocks))
+    found: dict[PhasePlace, list[float]] = defaultdict(lambda: [0.0] * len(blocks))
     for number, block in enumerate(blocks):
         for where, seconds in profile.between(block.begin_ns, block.end_ns).items():
             found[where][number] += seconds / block.steps
@@ -318,8 +324,8 @@ def _why_and_fix(
             f"{'; '.join([why, *largest])}.",
             "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
-    faults = rate("faults", pid)
-    if faults > 20 + 2 * statistics.fmean(rate("faults", other) for other in others):
+    faults = rate("major_faults", pid)
+    if faults > 20 + 2 * statistics.fmean(rate("major_faults", other) for other in others):
         return (
             f"its host read {faults:.0f} pages of its memory per second from a disk.",
             "check that the host has enough memory for the job and its files.",
