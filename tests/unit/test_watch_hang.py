@@ -754,8 +754,10 @@ def test_a_forked_child_does_not_close_a_file_of_the_script(
     monkeypatch.setattr(probe.Probe, "_start", lambda _, fd: os.close(fd))
     one: Any = probe.Probe.__new__(probe.Probe)
     fd = os.memfd_create("data")
+    of_script = os.fstat(fd).st_ino
     vars(one).update(_timer=False, _fd=fd, _inode=0, _path="")
     one._in_child()
+    assert os.fstat(fd).st_ino == of_script
     os.close(fd)
 
 
