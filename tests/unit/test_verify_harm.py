@@ -602,7 +602,9 @@ def test_a_model_that_only_one_rank_trains_beside_the_shared_one() -> None:
     assert not _faults(rank(trains_more=True), rank(trains_more=False))
 
 
-def _generator_beside_a_critic(own: list[int], *, changes: bool) -> list[Event]:
+def _generator_beside_a_critic(
+    own: list[int], *, changes: bool, rows: list[int] | None = None
+) -> list[Event]:
     """A rank that trains a shared critic in each step, and a generator (model 1) after each fifth."""
     events: list[Event] = [DDPBuilt(ranks=2)]  # of the critic
     for done in range(16):
@@ -610,7 +612,12 @@ def _generator_beside_a_critic(own: list[int], *, changes: bool) -> list[Event]:
             weights = own[done // 5]
             events.append(
                 ForwardEnded(
-                    model=1, trains=True, steps_done=done, params={"w": weights}, at="t.py:3"
+                    model=1,
+                    trains=True,
+                    steps_done=done,
+                    params={"w": weights},
+                    rows=rows,
+                    at="t.py:3",
                 )
             )
             after = ([1, 2, 3, 4, 5] if changes else own)[done // 5 + 1]
@@ -655,6 +662,21 @@ def test_a_model_that_is_not_used_in_each_step(
     else:
         assert isinstance(drift, NotJudged)
         assert found in drift.why
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [(([7, 8], [7, 8]), NotJudged), (([7, 8], [8, 9]), FaultFound), ((None, None), FaultFound)],
+)
+def test_each_rank_trains_a_probe_beside_the_shared_model(rows: Any, found: type) -> None:
+    """A model that has other weights on each rank is its own if its samples are those of all ranks."""
+    own = ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
+    ranks = [
+        _generator_beside_a_critic(values, changes=False, rows=given)
+        for values, given in zip(own, rows, strict=True)
+    ]
+    judged = judge(case(*ranks))["weights changed outside the optimizer"]
+    assert isinstance(judged, found)
 
 
 def _learns_a_temperature(own: list[int]) -> list[Event]:

@@ -87,7 +87,7 @@ def changed_outside(case: Case) -> Judgement:
         fix = "broadcast the weights from rank 0, or wrap"
         if not case.trains_together:
             what, fix = f"{what} and exchange no gradients", "wrap"
-        if not case.trains_together and not case.divides_samples:
+        if _trains_alone(case, name) or not (case.trains_together or case.divides_samples):
             return NotJudged(
                 f"{what}: each may train a model of its own, or the reduction was forgotten.",
                 is_open=True,
@@ -178,6 +178,21 @@ def drifting_weights(case: Case) -> Judgement:
         at=at,
         why=why,
         fix=fix,
+    )
+
+
+def _trains_alone(case: Case, parameter: str) -> bool:
+    """Whether each rank trains the parameter's model on the same samples, and keeps its own gradient."""
+    step = _forwards_with(case.ranks[0], parameter)[0].steps_done
+    rows = [
+        [e.rows for e in _forwards_with(log, parameter) if e.steps_done == step]
+        for log in case.ranks
+    ]
+    grads = [[e.grads.get(parameter) for e in log.optimizer_steps(step + 1)] for log in case.ranks]
+    return (
+        all(rows[0])
+        and all(own == rows[0] for own in rows)
+        and any(own != grads[0] for own in grads)
     )
 
 
