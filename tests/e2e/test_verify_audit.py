@@ -62,7 +62,7 @@ RULES = {
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.
 QUICK: set[str] = set()
-QUICK_SOUND = {"04_validation_padded"}
+QUICK_SOUND = {"04_validation_padded", "92_random_negatives"}
 QUICK_REFUSED = {"exits_early_on_one_rank", "spawns_ranks"}
 
 

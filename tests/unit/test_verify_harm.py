@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
-from paceline.audit import record_data
+from paceline.audit import record_data, record_loop
 from paceline.audit.audit import judge
+from paceline.audit.digests import digest_rows
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
@@ -419,14 +421,44 @@ def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
         assert isinstance(judged, FaultFound) == exchanges, judged
 
 
-@pytest.mark.parametrize(("draws", "found"), [(0, FaultFound), (40, NotJudged)])
-def test_a_loss_of_what_each_rank_draws(draws: int, found: type) -> None:
+def test_generators_in_variables_of_the_script() -> None:
+    noise = SimpleNamespace(generator=torch.Generator().manual_seed(4))
+    before = record_loop._states_of_script()
+    torch.rand(2, generator=noise.generator)
+    after = record_loop._states_of_script()
+    assert before["noise.generator"] != after["noise.generator"]
+
+
+def test_what_another_module_computed_is_no_sample() -> None:
+    inputs = torch.ones(3, 2)
+    assert record_loop._samples((inputs,)) == (3, digest_rows(inputs))
+    assert record_loop._samples((torch.nn.Linear(2, 2)(inputs),)) == (3, None)
+    assert record_loop._samples((torch.nn.Parameter(inputs),)) == (3, None)
+
+
+@pytest.mark.parametrize(("changes", "found"), [(True, FaultFound), (False, NotJudged)])
+def test_a_constant_input_is_no_sample(changes: bool, found: type) -> None:
+    """A loop without loaders, in which all ranks have the same inputs."""
+    rank: list[Event] = [
+        ForwardEnded(trains=True, sync=True, rows=[10 * number * changes + i for i in range(8)])
+        for number in range(12)
+    ]
+    assert isinstance(whole_dataset(case(rank, rank)), found)
+
+
+@pytest.mark.parametrize(
+    ("draws", "states", "found"),
+    [(0, (5, 5), FaultFound), (40, (5, 5), NotJudged), (0, (5, 6), NotJudged)],
+)
+def test_a_loss_of_what_each_rank_draws(draws: int, states: tuple[int, int], found: type) -> None:
     ranks: list[list[Event]] = [
         [
-            ForwardEnded(trains=True, params={}, rows=[1], draws=draws),
+            ForwardEnded(
+                trains=True, params={}, rows=[1], draws=draws, script_random={"noise": state}
+            ),
             BackwardBegun(at="t.py:3", loss=loss),
         ]
-        for loss in (0.7, 0.9)
+        for loss, state in zip((0.7, 0.9), states, strict=True)
     ]
     assert isinstance(loss_of_rank(case(*ranks, replay=True)), found)
 

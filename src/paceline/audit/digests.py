@@ -98,7 +98,7 @@ def random_states(holder: Any = None) -> dict[str, int]:
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = digest(torch.cuda.get_rng_state())
-    states.update(_states_inside(holder, "dataset", 0))
+    states.update(states_inside(holder, "dataset"))
     return states
 
 
@@ -115,7 +115,7 @@ def numbers_drawn(before: torch.Tensor, after: torch.Tensor) -> int:
     return used[1] - used[0] + (_MT_WORDS if renewed and used[0] else 0)
 
 
-def _states_inside(holder: Any, name: str, depth: int) -> dict[str, int]:
+def states_inside(holder: Any, name: str, depth: int = 0) -> dict[str, int]:
     """The digests of the generators in an object and in its attributes, by their path."""
     state = _generator_state(holder)
     if state is not None:
@@ -124,7 +124,7 @@ def _states_inside(holder: Any, name: str, depth: int) -> dict[str, int]:
     is_closed = isinstance(holder, type | ModuleType | torch.Tensor | torch.nn.Module)
     if depth < _MAX_DEPTH and hasattr(holder, "__dict__") and not is_closed:
         for key, value in vars(holder).items():
-            found.update(_states_inside(value, f"{name}.{key}", depth + 1))
+            found.update(states_inside(value, f"{name}.{key}", depth + 1))
     return found
 
 

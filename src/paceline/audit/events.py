@@ -265,11 +265,14 @@ class ForwardEnded(EventInStep):
     sync: bool | None = None  # whether DDP reduces the gradients of this forward; None without DDP
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
-    rows: list[int] | None = None  # the digest of each of its rows; None without a tensor
+    # The digest of each of its rows; None without a tensor, or if other modules computed it.
+    rows: list[int] | None = None
     # The digest of all tensors in it, in the first forward of training and if `shared`.
     inputs: int | None = None
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
+    # The same of generators in variables of the script, in forwards of training before the third step.
+    script_random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from
     # How many numbers the script drew from torch's generator since the batch; None if unknown.
     draws: int | None = None

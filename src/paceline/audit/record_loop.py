@@ -36,6 +36,7 @@ from paceline.audit.digests import (
     manual_seed,
     numbers_drawn,
     random_states,
+    states_inside,
 )
 from paceline.audit.events import (
     BackwardBegun,
@@ -58,7 +59,7 @@ from paceline.audit.events import (
 from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import Nesting, calling_line, intercept, user_line
+from paceline.audit.record import Nesting, calling_line, frames, intercept, is_user_code, user_line
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
@@ -138,7 +139,7 @@ class LoopHooks:
         if len(kwargs_output) < 2:
             return  # the forward raised: torch then leaves out the keyword arguments
         forward, kwargs = self._forward, kwargs_output[0]
-        if forward.rows is None:  # torch gives keyword arguments to this hook only
+        if forward.samples is None:  # torch gives keyword arguments to this hook only
             samples, rows = _samples(kwargs)
             forward = replace(forward, samples=samples, rows=rows)
         if forward.trains and self._forwards == 1:
@@ -182,6 +183,7 @@ class LoopHooks:
             samples=samples,
             rows=rows,
             random=random_states(),
+            script_random=_states_of_script() if trains and self._progress.steps < 2 else {},
             draws=draws,
         )
         now = self._progress.updates, trains, evaluation
@@ -443,7 +445,17 @@ def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
     first = next((x for x in found if x.layout is torch.strided and not x.is_nested), None)
     if first is None:
         return None, None
-    return len(first), digest_rows(first[:_MAX_ROWS])
+    is_computed = first.grad_fn is not None or isinstance(first, torch.nn.Parameter)
+    return len(first), None if is_computed else digest_rows(first[:_MAX_ROWS])
+
+
+def _states_of_script() -> Digests:
+    """The digests of the states of generators in the variables of the functions of the script that run."""
+    found: Digests = {}
+    for frame in filter(is_user_code, frames()):
+        for name, value in (frame.f_globals | frame.f_locals).items():
+            found |= states_inside(value, name)
+    return found
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations, dropwhile, takewhile
 
@@ -10,6 +11,7 @@ import torch
 
 from paceline.audit.events import (
     BackwardBegun,
+    BatchGiven,
     Clipped,
     CollectiveBegun,
     CollectiveEnded,
@@ -129,7 +131,8 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
     for factor in (count, 1 / count):
         if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
             return _scale_fault(case, factor > 1, figure)
-    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", is_open=True)
+    is_open = case.replay is None or not _own_generators_differ(case.replay)
+    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", is_open=is_open)
 
 
 def _wrong_multiple(
@@ -330,6 +333,8 @@ def _why_not_exact(solo: Run, run: Run) -> str:
     expected, *others = [_inputs_of_step(log) for log in (*solo.ranks, *run.ranks)]
     if any(own != expected for own in others):
         return "the ranks had different micro-batches or random numbers than one process."
+    if _own_generators_differ(run):
+        return "the ranks have generators of their own with different states."
     for log in run.ranks:
         exchanged = (event for event in log.in_first_batch if isinstance(event, CollectiveBegun))
         if any("gather" in event.op or len(event.shape) > 1 for event in exchanged):
@@ -349,6 +354,14 @@ def _inputs_of_step(log: RankLog) -> tuple[list[list[int] | None], list[Digests 
     return rows, [log.first_forward.random, None if second is None else second.random]
 
 
+def _own_generators_differ(run: Run) -> bool:
+    """Whether generators in variables of the script have different states on the ranks in the first steps."""
+    states = [
+        [e.script_random for e in log.training_forwards if e.script_random] for log in run.ranks
+    ]
+    return any(own != states[0] for own in states)
+
+
 def loss_of_rank(case: Case) -> Judgement:
     """The ranks compute different losses from the same batch with the same weights."""
     run = case.replay
@@ -358,7 +371,7 @@ def loss_of_rank(case: Case) -> Judgement:
     if not losses:
         return NotJudged("the loss of step 1 is not one finite number.")
     firsts = [log.first_forward for log in run.ranks]
-    if any(event.draws for event in firsts):
+    if any(event.draws for event in firsts) or _own_generators_differ(run):
         return NotJudged("random numbers are drawn for the batch, and may differ between ranks.")
     begins = [(event.params, event.inputs, event.rows, event.random) for event in firsts]
     if any(own != begins[0] for own in begins):
@@ -397,10 +410,13 @@ def mean_of_means(case: Case) -> Judgement:
     known = steps = 0
     found: list[_Unequal] = []
     fix = "sum the losses, and divide by the number of terms of the whole step."
-    for log in (*case.solo.ranks, *case.ranks):
-        # Tasks with fixed weights have their sizes in every step.
-        sizes = {tuple(event.terms for event in update.backwards) for update in log.updates}
-        by_design = not log.loaders and len(sizes) == 1
+    logs = (*case.solo.ranks, *case.ranks)
+    lasts = {event for log in logs for event in _lasts(log)}
+    for log in logs:
+        # Tasks with fixed weights have their sizes in every step, and samples beside those of the loader.
+        whole = [each.backwards for each in log.updates if lasts.isdisjoint(each.backwards)]
+        sizes = {tuple(event.terms for event in backwards) for backwards in whole}
+        by_design = len(sizes) == 1 and _makes_samples(log)
         for update in log.updates:
             known += sum(event.terms > 0 for event in update.backwards)
             steps += 1
@@ -418,11 +434,19 @@ def mean_of_means(case: Case) -> Judgement:
             if pair is not None:
                 found.append(_Unequal(pair, updates[0].step, _SMALL_CHANCE))
     if found:
-        lasts = {e for run in (case.solo, case.ordinary) for log in run.ranks for e in _lasts(log)}
         return _mean_fault(found, lasts, steps, fix)
     if not known:
         return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
     return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
+
+
+def _makes_samples(log: RankLog) -> bool:
+    """Whether a model is trained on more samples than the loaders gave."""
+    given = sum(e.samples or 0 for e in log.of(BatchGiven) if e.loader in log.training_loaders)
+    used = Counter[int]()
+    for event in log.training_forwards:
+        used[event.model] += event.samples or 0
+    return max(used.values(), default=0) > given
 
 
 @dataclass(frozen=True)

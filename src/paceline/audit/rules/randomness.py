@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -46,7 +47,10 @@ def same_order_each_epoch(case: Case) -> Judgement:
             # A stream that is not shuffled has one order in all epochs.
             forgotten = one.begin.epoch == other.begin.epoch or loader.persistent
             if forgotten and _same_order(one, other):
-                return _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)
+                fault = _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)
+                # An epoch may have several passes, such as one for each of the models that take turns.
+                changes = len({each.begin.epoch for each in passes}) > 1
+                return replace(fault, is_note=fault.is_note or changes)
     if judged:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes, or the epoch was set.{cut}")

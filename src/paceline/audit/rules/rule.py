@@ -38,6 +38,8 @@ class Case:
         own = [log.first_forward for log in self.replay.ranks]
         if self.replay.plan.mode == "mirrored" and any(e.inputs != first.inputs for e in own):
             return False
+        if self.replay.plan.mode == "divided" and first.rows is None:
+            return False
         return {row for event in own for row in event.rows or ()} == set(first.rows or ())
 
     @property

@@ -349,7 +349,7 @@ def _known_by_few_labels(samples: list[Any]) -> bool:
 
 def _inputs_of_models(case: Case) -> Judgement:
     """Where the loading of samples is not known: compare the rows that the models were given."""
-    rows = [[e.rows for e in log.training_forwards if e.rows is not None] for log in case.ranks]
+    rows = [_changing_rows(log) for log in case.ranks]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
         return NotJudged("without a DataLoader, too few inputs of the model were seen.")
@@ -373,6 +373,14 @@ def _inputs_of_models(case: Case) -> Judgement:
             effect=f"{len(common) / len(sets[0]):.0%} of the samples are seen by all ranks",
         )
     return NoFault(f"the model's inputs differed between ranks in {count} forwards.")
+
+
+def _changing_rows(log: RankLog) -> list[list[int]]:
+    """The inputs of the models whose input changes. Others are given a constant first, such as a grid."""
+    of_models: dict[int, set[tuple[int, ...]]] = {}
+    for event in log.training_forwards:
+        of_models.setdefault(event.model, set()).add(tuple(event.rows or ()))
+    return [e.rows for e in log.training_forwards if e.rows and len(of_models[e.model]) > 1]
 
 
 def _first_pass(forwards: list[list[int]]) -> list[list[int]]:

@@ -78,6 +78,8 @@ def loaded_on_one_rank(case: Case) -> Judgement:
 def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
     mismatch = case.mismatch
+    if not _shows_weights(case.ranks[0]):
+        return NotJudged("no torch.nn.Module was called in training mode, which shows its weights.")
     if mismatch is None or not mismatch.outside or mismatch.loads:
         return NoFault("between optimizer steps, all ranks made the same changes or none.")
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
@@ -127,12 +129,11 @@ def drifting_weights(case: Case) -> Judgement:
     """The weights differ after an optimizer step, and no other rule knows why."""
     mismatch = case.mismatch
     log = case.ranks[0]
-    uses = [e.params for e in log.training_forwards]
-    uses += [e.outside_models for e in log.of(OptimizerStepBegun)]
-    if not any(uses):
+    if not _shows_weights(log):
         updated = [[e.params for e in log.of(OptimizerStepEnded)] for log in case.ranks]
         return NotJudged(
-            "no torch.nn.Module was called in training, so the weights were seen after optimizer steps only.",
+            "no torch.nn.Module was called in training mode, so the weights were seen after optimizer "
+            "steps only.",
             is_open=any(params != updated[0] for params in updated),
         )
     if mismatch is None or mismatch.outside:
@@ -194,6 +195,13 @@ def _trains_alone(case: Case, parameter: str) -> bool:
         and all(own == rows[0] for own in rows)
         and any(own != grads[0] for own in grads)
     )
+
+
+def _shows_weights(log: RankLog) -> bool:
+    """Whether the weights were seen between optimizer steps."""
+    uses = [e.params for e in log.training_forwards]
+    uses += [e.outside_models for e in log.of(OptimizerStepBegun)]
+    return any(uses)
 
 
 def _forwards_with(log: RankLog, parameter: str) -> list[ForwardEnded]:
