@@ -25,8 +25,10 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
 _EQUAL = 0.02
-# A ratio whose relative distance to N or 1/N is smaller counts as that factor.
+# A ratio whose relative distance to N or 1/N is smaller counts as that factor, and so does a learning rate.
 _NEAR_FACTOR = 0.05
+# On the same samples, a gradient that differs by a larger part is not that of one process.
+_DIFFERENT = 0.05
 # With dropout or BatchNorm, the gradient of the parts of a batch differs from that of the whole by less.
 _NOISE_OF_PARTS = 0.25
 # Below this cosine the two gradients differ by more than a factor.
@@ -150,7 +152,7 @@ def _wrong_multiple(
             if float(a @ b) < _MULTIPLE * norms[0] * norms[1]:
                 return None
             factors[name] = norms[1] / norms[0]
-    wrong = {name: factor for name, factor in factors.items() if abs(factor - 1) > _NEAR_FACTOR}
+    wrong = {name: factor for name, factor in factors.items() if abs(factor - 1) > _DIFFERENT}
     if not wrong:
         return None
     name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
@@ -306,7 +308,7 @@ def different_gradient(case: Case) -> Judgement:
     }
     name, most = max(differences.items(), key=lambda each: each[1])
     figure = f"the gradient of {name} differs by {most:.2%} of its norm"
-    if most < _NEAR_FACTOR:
+    if most < _DIFFERENT:
         return NoFault(f"{figure}, from that of one process on the same samples.")
     locals_ = [run.local_gradients(log.rank) for log in run.ranks]
     reduction = _manual_reduction(run.ranks[0])

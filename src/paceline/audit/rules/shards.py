@@ -361,7 +361,7 @@ def _inputs_of_models(case: Case) -> Judgement:
     sets = [{row for each in own[:judged] for row in each} for own in passes]
     common = set.intersection(*sets)
     shifted = judged >= _MIN_FORWARDS and len(common) >= _WHOLE * max(map(len, sets))
-    if (same or shifted) and len(common) > _MIN_FORWARDS:
+    if (same or shifted) and len(common) > _MIN_COMMON:
         return FaultFound(
             what="every rank trains on the same samples.",
             at=case.ranks[0].training_forwards[0].at,
