@@ -1,4 +1,4 @@
-"""Right: each rank takes its own rows without a DataLoader; the model is also given a grid that never changes."""
+"""Right: each rank takes its own rows without a DataLoader, beside a grid that never changes."""
 
 import torch
 import torch.distributed as dist

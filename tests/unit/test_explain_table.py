@@ -92,6 +92,50 @@ def test_a_shown_line_is_short_and_without_colours_or_progress_bars() -> None:
     assert len(shown) < 300
 
 
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        ("\x1b[1;35m", "\x1b[35m", "\x1b[1;35m"),
+        ("2026-11-26T10:00:00.1Z ", "2026-11-26T10:00:00.2Z ", "2026-11-26T10:00:01Z "),
+        ("Nov 26 10:00:00 a run[7]: ", "Nov 26 10:00:00 a run[7]: ", "Nov 26 10:00:01 a run[7]: "),
+        ("50%|#  | 1/2 [00:01, 9.5it/s]", "", ""),
+        ("50%|#  | 1/2 [00:01<00:02]\r", "", ""),
+    ],
+)
+def test_a_traceback_under_what_terminals_and_containers_add(prefixes: tuple[str, ...]) -> None:
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1',
+        "ValueError: \x1b[35mboo",
+    )
+    text = _lines(*map("".join, zip(prefixes, lines, strict=True)), "Saved: model.pt")
+    assert text.unknown is not None
+    assert text.unknown[1].endswith("ValueError: boo")
+
+
+def test_a_report_with_a_time_before_each_line() -> None:
+    lines = ("paceline.errors.ConfigError: x is y", "  why:   a", "  fix:   b")
+    text = _lines(*(f"2026-11-26 10:00:0{i},5 {line}" for i, line in enumerate(lines)))
+    assert [report.text for report in text.reports] == ["\n".join(lines)]
+
+
+def test_the_cause_is_shown_after_many_lost_peers() -> None:
+    lost = [
+        f"[{i}] paceline.errors.PeerFailed: rank {i} lost {i}\n[{i}]   why:   x" for i in range(30)
+    ]
+    text = _lines(*lost, "[9] paceline.errors.ConfigError: x is y", "[9]   why:   a")
+    assert [report.text for report in text.reports] == [
+        "paceline.errors.ConfigError: x is y\n  why:   a"
+    ]
+
+
+def test_prefixes_that_never_come_again_are_forgotten() -> None:
+    tracebacks = reading._Tracebacks()
+    for number in range(3 * reading._MAX_OPEN):
+        tracebacks.take(number, b"<%d> Traceback (most recent call last):\n" % number)
+    assert len(tracebacks._open) == reading._MAX_OPEN
+
+
 def test_the_first_unknown_python_error_is_named() -> None:
     text = _lines(
         "[rank1]: Traceback (most recent call last):",

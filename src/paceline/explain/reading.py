@@ -14,7 +14,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 KINDS = ("cause", "sign", "victim", "note")  # the most useful first
 
@@ -23,15 +25,22 @@ _GAP = rb"[^\n\r]{0,300}?"
 _SHOWN_CHARS = 200
 _BEFORE_CHARS = 60
 _MAX_ERRORS = 50
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_COLOURS_BYTES = re.compile(_COLOURS.pattern.encode())
+# Colours of a terminal, and the time at the begin of a line that Kubernetes, Docker or journald adds: the
+# lines of one error would have different prefixes.
+_ADDED = re.compile(
+    rb"\x1b\[[0-9;]*[A-Za-z]"
+    rb"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? "
+    rb"|^[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ",
+    re.MULTILINE,
+)
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
-# Such as `struct.error`; only right after the frames, because a line of a log may begin so too.
+# Such as `struct.error`. A line of a log may begin so too, so it is tried only while a traceback is open.
 _DOTTED = re.compile(rb"(?:[A-Za-z_]\w*\.)+\w+(?::|\s*$)")
 # These repeat an error that has its own traceback.
 _WRAPPERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 _MAX_REPORTS = 20
+_MAX_OPEN = 1000  # errors that have not ended; each may have a prefix of its own
 # The first line of an error of Paceline, as a traceback or a command prints it; see `errors.py`.
 _REPORT = re.compile(rb"(?<![\w.])paceline(?:(?:\.\w+)*\.[A-Z]\w*| \w+)?: ")
 _REASON = re.compile(rb"^  (?:why|fix): ", re.MULTILINE)
@@ -127,7 +136,8 @@ def read(stream: BinaryIO) -> Reading:
     """Read all of `stream`, with a few blocks of it in memory at a time."""
     open_entries, found, lines = list(causes()), [], 0
     tracebacks, reports = _Tracebacks(), _Reports()
-    for first, block in _blocks(stream):
+    for first, text in _blocks(stream):
+        block = _ADDED.sub(b"", text)
         for cause in list(open_entries):
             hit = _first_message(cause, block, first)
             if hit is not None:
@@ -175,20 +185,29 @@ def _first_message(cause: Cause, block: bytes, first_line: int) -> Found | None:
 
 def _shown(line: bytes, at: int) -> str:
     """The part of a line around a message, without what a progress bar has overwritten."""
+    # A character has at most 4 bytes.
     begin = max(line.rfind(b"\r", 0, at) + 1, at - 4 * _BEFORE_CHARS)
-    text = _COLOURS.sub("", line[begin:at].decode(errors="replace"))
-    rest = _COLOURS.sub(
-        "", line[at : at + 4 * _SHOWN_CHARS].split(b"\r")[0].decode(errors="replace")
-    )
+    text = line[begin:at].decode(errors="replace")
+    rest = line[at : at + 4 * _SHOWN_CHARS].split(b"\r")[0].decode(errors="replace")
     cut = text if len(text) <= _BEFORE_CHARS else f"... {text[-_BEFORE_CHARS:]}"
     return f"{cut}{rest if len(rest) <= _SHOWN_CHARS else f'{rest[:_SHOWN_CHARS]} ...'}".strip()
+
+
+def _open_last(entries: dict[bytes, T], prefix: bytes, entry: T) -> None:
+    """Add an error that has begun, as the last one; of too many, forget the oldest."""
+    entries.pop(prefix, None)
+    entries[prefix] = entry
+    if len(entries) > _MAX_OPEN:
+        del entries[next(iter(entries))]
 
 
 class _Tracebacks:
     """The last lines of Python tracebacks, also if a launcher put a prefix before each line."""
 
     def __init__(self) -> None:
-        self._open: set[bytes] = set()  # prefixes of tracebacks that have not ended
+        self._open: dict[
+            bytes, None
+        ] = {}  # prefixes of tracebacks that have not ended, oldest first
         self._errors: list[tuple[int, bytes]] = []
 
     def take(self, first: int, block: bytes) -> None:
@@ -197,7 +216,9 @@ class _Tracebacks:
         for number, line in enumerate(block.split(b"\n"), start=first):
             at = line.find(_TRACEBACK)
             if at >= 0:
-                self._open.add(line[:at].removesuffix(b"Original "))
+                prefix = line[line.rfind(b"\r", 0, at) + 1 : at].removesuffix(b"Original ")
+                # A progress bar, such as `[00:01, 9.5it/s]`, has no new line after it.
+                _open_last(self._open, b"" if prefix.endswith(b"]") else prefix, None)
                 continue
             for prefix in self._open:
                 body = line[len(prefix) :]
@@ -207,7 +228,7 @@ class _Tracebacks:
                 if is_error:
                     self._errors.append((number, body))
                 if is_error or prefix:  # without a prefix, the line may be that of another process
-                    self._open.remove(prefix)
+                    del self._open[prefix]
                     break
 
     def first_unknown(self, reports: Collection[bytes]) -> tuple[int, str] | None:
@@ -223,14 +244,13 @@ class _Reports:
 
     def __init__(self) -> None:
         self._open: dict[bytes, tuple[int, list[bytes]]] = {}  # by prefix
-        self._texts: dict[
-            bytes, tuple[int, bytes]
-        ] = {}  # by first line, which ranks have in common
+        # By first line, which ranks have in common.
+        self._texts: dict[bytes, tuple[int, bytes]] = {}
 
     def take(self, first: int, block: bytes) -> None:
         if not self._open and b"paceline" not in block:
             return
-        for number, line in enumerate(_COLOURS_BYTES.sub(b"", block).split(b"\n"), start=first):
+        for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
             for prefix in [prefix for prefix in self._open if line.startswith(prefix)]:
                 body = line[len(prefix) :].rstrip()
                 if body.startswith(b"  "):
@@ -239,12 +259,14 @@ class _Reports:
                     self._close(prefix)
             if begin := _REPORT.search(line):
                 prefix = line[: begin.start()]
-                self._open[prefix] = (number, [line[begin.start() :].rstrip()])
+                _open_last(self._open, prefix, (number, [line[begin.start() :].rstrip()]))
 
     def _close(self, prefix: bytes) -> None:
         number, lines = self._open.pop(prefix)
         text = b"\n".join(lines)
-        if _REASON.search(text) and len(self._texts) < _MAX_REPORTS:
+        is_lost_peer = text.startswith(_LOST_PEER)
+        alike = [each for each in self._texts if each.startswith(_LOST_PEER) == is_lost_peer]
+        if _REASON.search(text) and len(alike) < _MAX_REPORTS:
             self._texts.setdefault(lines[0], (number, text))
 
     def end(self) -> dict[int, bytes]:
