@@ -85,6 +85,10 @@ GLOO = (
         (lambda: raised(RuntimeError("lost"), "torch.nn.functional"), False),
         (lambda: raised(RuntimeError("connection closed by peer")), False),
         (lambda: raised(ValueError("lost"), C10D), False),
+        (lambda: raised(RuntimeError("lost"), C10D), True),
+        (lambda: raised(RuntimeError("ProcessGroupGloo::broadcast: invalid root: 5"), C10D), False),
+        (lambda: raised(RuntimeError(GLOO), "torch.nn.parallel.distributed"), True),
+        (lambda: raised(RuntimeError("is not needed"), "torch.nn.parallel.distributed"), False),
         # A script's own error, once or twice around the error of the lost peer.
         (lambda: raised(OSError("sync"), cause=raised(RuntimeError("lost"), C10D)), True),
         (lambda: raised(OSError("a"), cause=raised(KeyError("b"), cause=PeerFailed("c"))), True),

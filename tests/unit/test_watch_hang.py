@@ -239,11 +239,23 @@ def test_an_earlier_collective_of_the_same_group() -> None:
     assert "groups" not in text
 
 
-def recorded(number: int, nccl: Iterable[Any], gloo: Iterable[Any], patch: Any) -> RankState:
-    """A rank with these entries in the flight recorders of both backends."""
+def recorded(
+    number: int, nccl: Iterable[Any], gloo: Iterable[Any], patch: Any, **ended: int
+) -> RankState:
+    """A rank with these entries in the flight recorders of both backends.
+
+    Args:
+        ended: How many collectives of groups of Gloo have left no entry, by the name of the group.
+    """
     dumps = {flight_recorder._DUMP_NCCL: list(nccl), flight_recorder._DUMP: list(gloo)}
+    status = {name.strip("_"): {"last_enqueued_collective": count} for name, count in ended.items()}
     found = {
-        path: lambda *_, entries=entries: pickle.dumps({"entries": entries})
+        path: lambda *_, path=path, entries=entries: pickle.dumps(
+            {
+                "entries": entries,
+                "pg_status": status if path == flight_recorder._DUMP else {},
+            }
+        )
         for path, entries in dumps.items()
     }
     patch.setattr(flight_recorder, "_loaded", found.get)
@@ -279,6 +291,17 @@ def test_a_completed_collective_before_many_of_another_group(
     assert verdict(root, late, recorded(2, [of_group_1(5)], [], monkeypatch)).culprits == (1,)
 
 
+def test_a_completed_collective_whose_entry_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder keeps a number of entries, of all groups together."""
+    in_group_1 = entry(process_group=("1", ""), collective_seq_id=5)
+    waits = recorded(0, [], [in_group_1], monkeypatch)
+    root = recorded(1, [], [entry(collective_seq_id=900)], monkeypatch, _1=5)
+    late = recorded(2, [], [], monkeypatch, _1=4)
+    found = verdict(waits, root, late, world=3)
+    assert found.culprits == (2,)
+    assert "rank 1 (host b, pid 811) has not entered" not in found.text
+
+
 def test_the_collectives_of_two_backends_are_in_order_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,6 +318,37 @@ def test_the_first_of_a_chain_is_named() -> None:
     found = verdict(first, second, third, world=3)
     assert found.culprits == (2,)
     assert "rank 0 (host b, pid 810) waits in all_reduce #5" in found.text
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "alarm"),
+    [
+        (
+            {"where": StackSummary(script=EVALUATE, loader=True)},
+            "its DataLoader gets no batch",
+            True,
+        ),
+        ({"state": "T"}, "SIGSTOP or a shell's job control", True),
+        ({"busy": True}, "it is evaluating, compiling", False),
+    ],
+)
+@pytest.mark.parametrize("by_group", [True, False])
+def test_a_rank_behind_one_that_waits_for_it(
+    state: dict[str, Any], cause: str, alarm: bool, by_group: bool
+) -> None:
+    """All wait for rank 2, which waits for rank 3, in a group of both or in `recv`."""
+    recv = StackSummary(script=TRAIN, torch_call="recv")
+    inner = call(9, group="2", members=(2, 3))
+    second = rank(2, inner) if by_group else rank(2, where=recv, peer=3)
+    found = verdict(*waiting(0, 1), second, rank(3, **state))
+    assert (found.culprits, found.alarm) == ((3,), alarm)
+    assert cause in found.text
+
+
+def test_the_last_of_this_node_waits_for_one_that_ended() -> None:
+    recv = StackSummary(script=TRAIN, torch_call="recv")
+    found = verdict(rank(0, where=recv, peer=1), rank(1, returncode=0, state=""))
+    assert "why:  it finished while the others still run." in found.text
 
 
 def test_ranks_of_other_nodes_make_a_notice() -> None:
@@ -453,6 +507,7 @@ Thread 0x00007f2 (most recent call first):
 """
     frames = [frame[1:] for frame in read_dump(text)]
     assert frames == [(166, "match"), (8, "evaluate"), (12, "<module>")]
+    assert read_dump(f"{text}...\n") == []  # of more than 100 threads, the main one is left out
 
 
 def process(cpu_s: float, io_bytes: int = 0, pid: int = 40) -> Process:
@@ -745,6 +800,23 @@ def test_loader_workers_have_a_probe_of_their_own() -> None:
         for child in children:
             child.kill()
             child.wait()
+
+
+@pytest.mark.parametrize(("does", "text"), [("while True: pass", "runs"), ("input()", "waits")])
+def test_a_loader_worker_without_a_probe(does: str, text: str) -> None:
+    """As one of the spawn method, which torch names `pt_data_worker`."""
+    rename = "from pathlib import Path; Path('/proc/self/comm').write_text('pt_data_worker')"
+    code = f"{rename}; print('named', flush=True)\n{does}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        expected = (f"pid {worker.pid} {text}",)
+        deadline = time.monotonic() + 10
+        while describe_workers(os.getpid(), "/a") != expected and time.monotonic() < deadline:
+            time.sleep(0.01)  # it has not reached `does`
+        assert describe_workers(os.getpid(), "/a") == expected
+        worker.kill()
 
 
 def test_a_forked_child_does_not_close_a_file_of_the_script(

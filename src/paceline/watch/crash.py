@@ -18,10 +18,12 @@ from traceback import walk_tb
 from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
-# Modules that raise a RuntimeError if a peer is lost.
-_WAITING = ("torch.distributed", "torch.nn.parallel.distributed")
-# Autograd raises such errors of DDP, and also errors of the script, such as a second backward of one graph.
-# Those of Gloo begin with the line of its source that raised them.
+# A RuntimeError of this module is a lost peer, unless a backend names its own function: wrong arguments.
+_COLLECTIVES = "torch.distributed"
+_WRONG_ARGUMENTS = "ProcessGroup"
+# One of these is a lost peer if it begins with the line of Gloo's source that raised it. Others are errors of
+# the script, such as a second backward of one graph, or parameters that DDP waits for.
+_PASS_ERRORS_ON = ("torch.nn.parallel.distributed", "torch.autograd")
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
@@ -92,10 +94,10 @@ def _lost_peer(error: BaseException | None) -> bool:
         if not _LOST_PEER_TYPES.isdisjoint(kinds):
             return True
         if kinds[0] == "builtins.RuntimeError":
-            module = _module(error)
-            if module.startswith(_WAITING):
+            module, message = _module(error), _message(error)
+            if module.startswith(_COLLECTIVES) and not message.startswith(_WRONG_ARGUMENTS):
                 return True
-            if module.startswith("torch.autograd") and _GLOO_ERROR.match(_message(error)):
+            if module.startswith(_PASS_ERRORS_ON) and _GLOO_ERROR.match(message):
                 return True
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.

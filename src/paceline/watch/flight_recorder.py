@@ -49,6 +49,11 @@ def table() -> dict[str, Any]:
     for entry in entries:
         if not entry["is_p2p"]:
             last_numbers[f"{entry['group']} {entry['backend']}"] = entry["collective_seq_id"]
+    for backend, dump in _dumps(entries=False):
+        for name, status in dump.get("pg_status", {}).items():
+            # Also of a group without entries, because newer ones of other groups have replaced them. It
+            # counts sends too.
+            last_numbers.setdefault(f"{name} {backend}", int(status["last_enqueued_collective"]))
     for name, queue in _our_queues():
         entries += (entry | {"group": name, "backend": queue.backend} for entry in queue.waiting())
         last_numbers[f"{name} {queue.backend}"] = queue.entered

@@ -79,6 +79,8 @@ def _diagnose_collective(
             why = "an earlier collective of this group has ended on some ranks only."
             fix = _CHECK_NETWORK
     elif absent:
+        # Ranks that wait themselves may wait for one of the others.
+        absent = [s for s in absent if s.waiting is None and not s.where.torch_call] or absent
         why, fix = _why_and_fix(absent, stuck)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
@@ -240,7 +242,7 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
-    if not rest and world_size > len(states):
+    if not rest and not ended and world_size > len(states):
         why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
     culprits = rest or ended or stuck

@@ -163,8 +163,9 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     for child in read_children().get(pid, ()):
         found = read_process(child)
         text = "".join(text for inode, text in _probe_files(child).items() if inode not in own)
+        # A spawned worker has no probe; torch names its process.
         if found is None or not (text or found.name.startswith("pt_data_worker")):
-            continue  # a spawned worker has no probe
+            continue
         beat = read_beat(text)
         where = read_place(beat.get("place", ""), cwd)
         if time.monotonic() - beat.get("time", 0.0) > LATE_BEAT_S and (dump := read_dump(text)):
@@ -173,7 +174,8 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
             found.state, ""
         )
         if not state:
-            place = where.function_at_line or "is idle"
+            unknown = "is idle" if text else "runs" if found.state == "R" else "waits"
+            place = where.function_at_line or unknown
             state = f"in {place}" if "() at " in place else place
         words.append((not where.script, f"pid {child} {state}"))
     return tuple(text for _, text in sorted(words))

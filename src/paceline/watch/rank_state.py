@@ -218,7 +218,12 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
 
 
 def read_dump(text: str) -> list[Frame]:
-    """The frames of the main thread in the text of faulthandler, which writes it last."""
+    """The frames of the main thread in the text of faulthandler, which writes it last.
+
+    Empty if there are so many threads (100) that it left out the main one.
+    """
+    if text.rstrip().endswith("\n..."):
+        return []
     last = text.rpartition("\nThread ")[2] or text
     return [(m[1], int(m[2]), m[3]) for m in map(_FRAME.fullmatch, last.splitlines()) if m]
 
