@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
@@ -94,6 +98,36 @@ def test_an_exit_of_a_rank_is_an_error_and_does_not_end_the_caller(nproc: int, c
     ) as caught:
         paceline.spawn(_exits, code, nproc=nproc)
     assert "in _exits" in caught.value.__notes__[0]
+
+
+def _is_killed_and_leaves_a_child(job: Job) -> None:
+    if job.rank == job.world_size - 1:
+        if os.fork() == 0:  # it has a copy of the pipe to the parent
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_killed_rank_is_noticed_though_its_child_lives_on(nproc: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(LaunchFailed, match=f"rank {nproc - 1} was killed by SIGKILL"):
+        paceline.spawn(_is_killed_and_leaves_a_child, nproc=nproc)
+    assert time.monotonic() - begin < 18
+
+
+def _writes_later(job: Job, path: Path) -> None:
+    def write() -> None:
+        time.sleep(1.5)
+        path.write_text("whole")
+
+    threading.Thread(target=write).start()
+
+
+def test_a_thread_may_end_after_the_function_has_returned(tmp_path: Path) -> None:
+    paceline.spawn(_writes_later, tmp_path / "result", nproc=1)
+    assert (tmp_path / "result").read_text() == "whole"
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "deadline_s"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.launch import variables
 from paceline.launch.options import read_options
 from paceline.launch.prescan import ScriptError, check_script, early_count
 
@@ -44,6 +45,24 @@ def test_the_variable_of_the_shutdown_timeout_is_checked(
     said = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a whole number of seconds, and is {value!r}"
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_options(["train.py"])
+
+
+def test_the_interpreter_of_the_ranks_is_the_one_of_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+    assert read_options(["train.py", "-x"]).command == ["/opt/python", "-u", "train.py", "-x"]
+
+
+@pytest.mark.parametrize(("port", "kept"), [("29500", True), ("29501", False)])
+def test_a_script_that_sets_another_port_leaves_the_store_of_the_launcher(
+    port: str, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    variables._leave_agent_store("MASTER_PORT", port)
+    assert ("TORCHELASTIC_USE_AGENT_STORE" in os.environ) == kept
+    assert bool(capsys.readouterr().err) != kept
 
 
 def test_devices_that_are_missing_name_the_way_without_them(

@@ -33,7 +33,7 @@ class Rank:
 
 def _watch() -> tuple[StepProfile, list[Any]]:
     ranks = [Rank(0), Rank(1)]
-    watch = StepProfile()
+    watch = StepProfile("/me")
     watch.check(0.0, ranks)  # type: ignore[arg-type]
     return watch, ranks
 
@@ -43,7 +43,7 @@ def test_an_answer_with_an_error_has_no_samples() -> None:
     ranks[0].answer(TRAINS)
     ranks[1].answers[REQUEST] = {"id": ranks[1].asked[-1], "error": "ValueError('x')"}
     watch.check(1.0, ranks)
-    assert "rank 0  most of it at" in watch.report("/me")
+    assert "rank 0  most of it at" in watch.report()
 
 
 def test_answers_are_added_up() -> None:
@@ -54,7 +54,7 @@ def test_answers_are_added_up() -> None:
         assert len(ranks[0].asked) == second  # rank 1 has not answered yet
         ranks[1].answer([("forward", "/me/train.py:9 in step", 1.0)])
         watch.check(second, ranks)
-    assert watch.report("/me").splitlines() == [
+    assert watch.report().splitlines() == [
         "the time of the steps, from samples of the stacks during 2 s:",
         "                       rank 0   rank 1  most of it at",
         "  data                   60 %      0 %  train.py:8",
@@ -71,7 +71,7 @@ def test_time_without_training_does_not_count() -> None:
     for rank in ranks:
         rank.answer([("the script", "/me/train.py:1 in <module>", 1.0)])
     watch.check(1.0, ranks)
-    assert watch.report("/me") == (
+    assert watch.report() == (
         "--profile-steps saw no training: no backward and no step of an optimizer ran for a second."
     )
 
@@ -82,7 +82,7 @@ def test_the_time_before_the_first_backward_does_not_count() -> None:
         ranks[0].answer([("the script", "", 0.7), ("backward", "", 0.1), ("the script", "", 0.2)])
         ranks[1].answer([("forward", "", 0.5), ("data", "", 0.5)])
         watch.check(1.0, ranks)
-    rows = watch.report("/me").splitlines()[2:6]
+    rows = watch.report().splitlines()[2:6]
     assert [row.split()[-4:] for row in rows] == [
         ["0", "%", "50", "%"],
         ["15", "%", "0", "%"],  # 0.2 of 1.3 s
@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_answer_is_left_out() -> None:
     assert len(ranks[0].asked) == 1
     watch.check(3.1, ranks)
     assert len(ranks[0].asked) == 2
-    assert "rank 0  most" in watch.report("/me")
+    assert "rank 0  most" in watch.report()
 
 
 def test_of_many_ranks_the_table_has_three_columns() -> None:

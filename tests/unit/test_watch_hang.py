@@ -726,7 +726,10 @@ def test_the_patience_follows_the_usual_time_between_collectives(
     watch = HangWatch(local_ranks, after_s=after_s, ends=False)
     watch._stragglers = None
     watch.check(world_size)
+    now += 120.0  # the start, such as to load the data
     for number in range(1, 6):
+        if number == 2:
+            assert watch._patience_s == (after_s or 10.0)
         now += step_s + 0.001
         for rank in ranks:
             rank.counts = (number, number)

@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
             args = options.args
             ends = args.on_hang == "end"
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
-        self.step_profile = StepProfile() if options.args.profile_steps else None
+        self.step_profile = StepProfile(os.getcwd()) if options.args.profile_steps else None
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -345,8 +345,9 @@ class Agent(LocalElasticAgent):
         except RuntimeError:
             return self._nodes is None  # otherwise torch's loop notices that the rendezvous is lost
         # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
-        ended_at = max(rank.ended_at for rank in self._local_ranks.ranks)
-        return self._nodes is None and time.time() - ended_at > _EXIT_BARRIER_S
+        now = time.time()
+        ended_at = max((rank.ended_at for rank in self._local_ranks.ranks), default=now)
+        return self._nodes is None and now - ended_at > _EXIT_BARRIER_S
 
     def _is_hanging(self, world_size: int, *, finish: bool) -> bool:
         """Whether a hang has to end this round; marks the ranks that cause it."""

@@ -138,7 +138,9 @@ class HangWatch:
         self._activities: dict[int, Activity] = {}
         self._reported: set[tuple[object, ...]] = set()  # keys of diagnoses
         self._gaps_s: deque[float] = deque(maxlen=_KEPT)  # times between two collectives
-        self._progress_at = time.monotonic()
+        # When the latest progress was seen, once a collective is completed: the time before the first one is
+        # that of the start.
+        self._progress_at: float | None = None
         self._alarmed = False
         if self._stragglers is not None:
             self._stragglers.begin()
@@ -209,14 +211,17 @@ class HangWatch:
     def finish(self, world_size: int) -> Diagnosis | None:
         """As `check`, if a hang is only waiting for the states of other nodes; call before the round ends."""
         # A node that ends its ranks for a hang has read the states of all nodes, so they are in the store.
-        return self._conclude(time.monotonic(), world_size) if self._others_until else None
+        same = self._pids == [rank.pid for rank in self._local_ranks.ranks]
+        return self._conclude(time.monotonic(), world_size) if self._others_until and same else None
 
     @property
     def _patience_s(self) -> float:
         """Seconds without progress before a hang is reported."""
         if self._after_s is not None:
             return self._after_s
-        return max(_HANG_AFTER_S, _HANG_AFTER_MEDIANS * statistics.median(self._gaps_s or [0.0]))
+        return max(
+            _HANG_AFTER_S, _HANG_AFTER_MEDIANS * statistics.median_low(self._gaps_s or [0.0])
+        )
 
     @property
     def _children_after_s(self) -> float:
@@ -225,8 +230,9 @@ class HangWatch:
 
     def _note_progress(self, now: float) -> None:
         if any(activity.counts[1] for activity in self._activities.values()):
-            self._gaps_s.append(now - self._progress_at)
-        self._progress_at = now
+            if self._progress_at is not None:
+                self._gaps_s.append(now - self._progress_at)
+            self._progress_at = now
         if self._alarmed:
             self._alarmed = False
             # The same hang may happen again; a notice is given once.

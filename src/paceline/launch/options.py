@@ -86,7 +86,8 @@ class LaunchOptions:
         script = [self.args.training_script, *self.args.training_script_args]
         if not self.is_python:
             return script
-        return [sys.executable, "-u", *(["-m"] if self.args.module else []), *script]
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+        return [python, "-u", *(["-m"] if self.args.module else []), *script]
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""

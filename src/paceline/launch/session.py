@@ -158,7 +158,7 @@ def _run_agent(
         return _rendezvous_failed(local_ranks, options, error)
     finally:
         if agent.step_profile is not None:
-            local_ranks.say(f"paceline: {agent.step_profile.report(os.getcwd())}\n")
+            local_ranks.say(f"paceline: {agent.step_profile.report()}\n")
         if not stay_open:
             rendezvous.shutdown()
 

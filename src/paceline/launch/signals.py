@@ -79,9 +79,10 @@ class ReceivedSignals:
         self._ranks_ended = ranks_ended
         if not ranks_ended:
             self.received += for_ranks
-        self.check()
+        # First this, then the check: between them, a signal would be missed.
         self._interruptible = True
         try:
+            self.check()
             yield
         finally:
             self._interruptible = False

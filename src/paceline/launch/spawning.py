@@ -34,6 +34,7 @@ from paceline.exit_codes import signal_name
 from paceline.job.job import join
 from paceline.job.mesh import Mesh
 from paceline.job.store_server import serve_here
+from paceline.log import logger
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
@@ -82,6 +83,8 @@ def spawn(
     mesh: Mesh | None = None,
 ) -> list[Any]:
     """Call `function(job, *args)` on `nproc` new ranks of this host; their results in rank order.
+
+    After its function has returned, a process has 5 s to end its threads and exit handlers.
 
     Args:
         nproc: Number of ranks.
@@ -213,10 +216,15 @@ class _Rank:
         return text.decode(errors="replace")
 
     def close(self) -> None:
-        """Close the pipes; kill the process if it does not end by itself within half a second."""
+        """Close the pipes; kill the process if it does not end by itself within 5 s."""
+        self.process.join(timeout=_GRACE_S)
         if self.process.is_alive():
-            self.process.join(timeout=0.5)
-        if self.process.is_alive():
+            logger.warning(
+                "the process %d of a rank was killed: its function has returned, but a thread or an exit "
+                "handler still ran after %.0f s.",
+                self.process.pid,
+                _GRACE_S,
+            )
             self.process.kill()
         self.process.join(timeout=_GRACE_S)
         self.process.close()
@@ -288,10 +296,10 @@ def _serve(
         outcome.error = error
         outcome.text = traceback.format_exc()
         outcome.failure = _rank_outcome(rank, Error.of(error, outcome.text))
-    pipe.send_bytes(_pack(outcome))
-    pipe.close()
     for stream in streams:
         stream.finish()
+    pipe.send_bytes(_pack(outcome))
+    pipe.close()
 
 
 class _Lines:
@@ -361,9 +369,12 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
             for number in open_ranks:
                 outcomes[number] = _unfinished(number, ranks[number], time.monotonic() - start)
             break
-        wait([ranks[number].pipe for number in open_ranks], timeout=left)
+        # A child of a rank may hold the rank's end of the pipe open, so the end of its process counts too.
+        waiting = [ranks[number] for number in open_ranks]
+        wait([r.pipe for r in waiting] + [r.process.sentinel for r in waiting], timeout=left)
         for number in open_ranks:
-            if ranks[number].pipe.poll():
+            has_ended = not ranks[number].process.is_alive()
+            if ranks[number].pipe.poll() or has_ended:
                 outcomes[number] = _receive(number, ranks[number])
         # After a failure the others have a short time to send their outcome.
         if any(o.error is not None for o in outcomes.values()):
@@ -374,7 +385,9 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
 
 def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
     error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    return Outcome(number, error=error, text=rank.dump_stacks())
+    outcome = Outcome(number, error=error, text=rank.dump_stacks())
+    rank.process.kill()
+    return outcome
 
 
 def _rank_outcome(
@@ -385,16 +398,16 @@ def _rank_outcome(
 
 
 def _receive(number: int, rank: _Rank) -> Outcome:
-    try:
-        outcome: Outcome = cloudpickle.loads(rank.pipe.recv_bytes())
-        return outcome
-    except (EOFError, ConnectionResetError):
-        rank.process.join(timeout=_GRACE_S)
-        code = rank.process.exitcode or 0
-        how = f"was killed by {signal_name(-code)}"
-        why = "memory ran out, or native code crashed, or a user killed it."
-        if code >= 0:
-            how = f"ended with exit code {code} before its function returned"
-            why = "the function or a library called os._exit, or exit of C."
-        error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
-        return Outcome(number, error=error, failure=_rank_outcome(number, returncode=code))
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        if rank.pipe.poll():
+            outcome: Outcome = cloudpickle.loads(rank.pipe.recv_bytes())
+            return outcome
+    rank.process.join(timeout=_GRACE_S)
+    code = rank.process.exitcode or 0
+    how = f"was killed by {signal_name(-code)}"
+    why = "memory ran out, or native code crashed, or a user killed it."
+    if code >= 0:
+        how = f"ended with exit code {code} before its function returned"
+        why = "the function or a library called os._exit, or exit of C."
+    error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
+    return Outcome(number, error=error, failure=_rank_outcome(number, returncode=code))

@@ -27,9 +27,13 @@ Spent = dict[tuple[str, str], float]
 
 
 class StepProfile:
-    """Asks the ranks of this node again and again how their time passes, and adds the answers up."""
+    """Asks the ranks of this node again and again how their time passes, and adds the answers up.
 
-    def __init__(self) -> None:
+    Files under `cwd` become relative in the report.
+    """
+
+    def __init__(self, cwd: str) -> None:
+        self._cwd = cwd
         self._question: Question | None = None
         self._spent: dict[int, Spent] = defaultdict(lambda: defaultdict(float))
 
@@ -58,9 +62,9 @@ class StepProfile:
         within_s = _SECONDS + _ANSWER_S
         self._question = Question(alive, REQUEST, now=now, within_s=within_s, seconds=_SECONDS)
 
-    def report(self, cwd: str) -> str:
-        """The shares of the phases on each rank, as text. Files under `cwd` become relative."""
-        return describe(self._spent, cwd)
+    def report(self) -> str:
+        """The shares of the phases on each rank, as text."""
+        return describe(self._spent, self._cwd)
 
 
 def _first_s(spent: Sequence[tuple[str, str, float]]) -> float:

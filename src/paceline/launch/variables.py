@@ -71,7 +71,9 @@ def _apply(send: Callable[[dict[str, Any]], Any], name: str, value: str) -> None
 def _leave_agent_store(name: str, value: str) -> None:
     """If a script sets MASTER_PORT, its ranks do not meet at the store of the launcher."""
     # With this variable, rank 0 would connect to that port, where the launcher has opened no store.
-    if name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
+    if name != "MASTER_PORT" or os.environ.get(name) == value:
+        return
+    if os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
         print(
             f"paceline: the script sets MASTER_PORT={value}, so its ranks meet there and not at the store of "
             "the launcher (TORCHELASTIC_USE_AGENT_STORE is removed)",
