@@ -210,6 +210,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
 
     ranks: Any = Mock(failing=False, done=False, ranks=[Mock(rank=0)])
     watch = HangWatch(ranks, after_s=10.0, ends=True)
+    watch._begin([rank.pid for rank in ranks.ranks])
     watch.exchange = here
     monkeypatch.setattr(watch, "_state", lambda rank, now: waiting)
     agent: Any = object.__new__(Agent)
@@ -235,3 +236,6 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     (said,) = (call.args[0] for call in ranks.say.call_args_list)
     assert said.startswith("hang: rank 0 (host a, pid 6) has waited 12 s in all_reduce #4")
     assert "has not entered it: ended with exit code 0" in said
+    watch._others_until = 1.0
+    ranks.ranks = [Mock(rank=0)]  # those of the next round, which have not been checked
+    assert watch.finish(2) is None

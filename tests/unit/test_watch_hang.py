@@ -813,13 +813,15 @@ def test_a_loader_worker_without_a_probe(does: str, text: str) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as worker:
         assert worker.stdout is not None
-        worker.stdout.readline()
-        expected = (f"pid {worker.pid} {text}",)
-        deadline = time.monotonic() + 10
-        while describe_workers(os.getpid(), "/a") != expected and time.monotonic() < deadline:
-            time.sleep(0.01)  # it has not reached `does`
-        assert describe_workers(os.getpid(), "/a") == expected
-        worker.kill()
+        try:
+            worker.stdout.readline()
+            expected = (f"pid {worker.pid} {text}",)
+            deadline = time.monotonic() + 10
+            while describe_workers(os.getpid(), "/a") != expected and time.monotonic() < deadline:
+                time.sleep(0.01)  # it has not reached `does`
+            assert describe_workers(os.getpid(), "/a") == expected
+        finally:
+            worker.kill()
 
 
 def test_a_forked_child_does_not_close_a_file_of_the_script(
