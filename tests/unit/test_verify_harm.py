@@ -743,6 +743,19 @@ def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:
     assert isinstance(unmatched_collective(case(trainer, trainer, [barrier])), NoFault)
 
 
+def test_a_network_that_measures_between_the_forward_of_ddp_and_its_backward() -> None:
+    def rank(*own: Event, weights: int = 2, measures: bool = True) -> list[Event]:
+        events: list[Event] = [DDPBuilt(ranks=2)]
+        for event in _updates([1, weights, weights], [[*own, _step(n)] for n in (1, 2, 3)]):
+            metric = measures and isinstance(event, ForwardEnded)
+            events += [event, *[ForwardEnded(model=100)] * metric]
+        return events
+
+    assert isinstance(unmatched_collective(case(rank(), rank(measures=False))), NoFault)
+    assert isinstance(unmatched_collective(case(rank(), rank()[:-6])), FaultFound)
+    assert isinstance(update_on_one_rank(case(rank(Clipped(), weights=7), rank())), FaultFound)
+
+
 def test_a_score_that_is_not_a_number_on_both_runs_is_equal() -> None:
     def scored(value: float) -> list[Event]:
         return [Evaluated(at="t.py:9", samples=3, values={"auc": value})]

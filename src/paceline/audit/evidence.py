@@ -235,6 +235,22 @@ class RankLog:
         return self.first(BackwardBegun) or BackwardBegun()
 
     @cached_property
+    def reducing_backwards(self) -> set[BackwardBegun]:
+        """The backwards in which DDP reduces: the first after each forward of training outside of `no_sync`.
+
+        A model without DDP may be called between the two.
+        """
+        found: set[BackwardBegun] = set()
+        reduces = False
+        for event in self.events:
+            if isinstance(event, ForwardEnded) and event.trains and event.sync is not None:
+                reduces = event.sync
+            elif isinstance(event, BackwardBegun) and reduces:
+                found.add(event)
+                reduces = False
+        return found
+
+    @cached_property
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
         return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))

@@ -66,7 +66,6 @@ def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
     Only those before the first pass after so many steps: verification may end the rank in such a pass.
     """
     found: list[Call] = []
-    forward_syncs = False
     spans_all = all(event.ranks == world_size for event in log.of(DDPBuilt))
     for event in log.events:
         if isinstance(event, PassBegun):
@@ -75,12 +74,10 @@ def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
         elif isinstance(event, ForwardBegun):
             if event.sends_buffers and spans_all:
                 found.append(event)
-        elif isinstance(event, ForwardEnded):
-            forward_syncs = bool(event.trains and event.sync and spans_all)
+        elif isinstance(event, BackwardBegun):
+            if event in log.reducing_backwards and spans_all:
+                found.append(event)
         elif isinstance(event, CollectiveBegun) and event.group == list(range(world_size)):
-            found.append(event)
-        elif isinstance(event, BackwardBegun) and forward_syncs:
-            forward_syncs = False
             found.append(event)
     return found
 

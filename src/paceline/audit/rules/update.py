@@ -11,7 +11,6 @@ from paceline.audit.events import (
     Clipped,
     DDPBuilt,
     Event,
-    ForwardEnded,
     OptimizerStepBegun,
     ScalerStepped,
     Unscaled,
@@ -175,13 +174,10 @@ def update_on_one_rank(case: Case) -> Judgement:
 def _updates_after_reduced_backwards(log: RankLog) -> list[Update]:
     """For each backward whose gradients are reduced over the ranks: the calls up to the next one."""
     found: list[Update] = []
-    reduces = True
+    # A model without DDP beside one with DDP may belong to one rank alone.
     wrapped = log.first(DDPBuilt) is not None
     for event in log.events:
-        if isinstance(event, ForwardEnded):
-            # A model without DDP beside one with DDP may belong to one rank alone.
-            reduces = event.sync is True if wrapped else event.sync is not False
-        elif isinstance(event, BackwardBegun) and reduces:
+        if isinstance(event, BackwardBegun) and (not wrapped or event in log.reducing_backwards):
             found.append(Update([event]))
         elif isinstance(event, UpdateCall) and found:
             found[-1].calls.append(event)
