@@ -41,6 +41,7 @@ from paceline.audit.events import (
     ScalerStepped,
     ScheduleStepped,
     TrainingBuilt,
+    Unscaled,
 )
 from paceline.audit.evidence import RankLog, Run, _without_pretraining
 from paceline.audit.progress import Progress
@@ -523,15 +524,28 @@ def test_a_clip_that_only_measures(max_norm: float, found: type) -> None:
     assert isinstance(clip_before_reduction(case(*ranks)), found)
 
 
-@pytest.mark.parametrize("with_scaler", [True, False])
-def test_a_clip_beside_the_scaler_of_another_optimizer(with_scaler: bool) -> None:
+@pytest.mark.parametrize(
+    ("clipped", "unscaled", "stepped", "found"),
+    [
+        ("ab", "", "ab", True),
+        ("ab", "a", "ab", True),
+        ("ab", "ab", "ab", False),
+        ("ab", "", "", False),
+        ("b", "a", "a", False),  # b has an optimizer without the scaler
+        ("ab", "a", "a", False),
+    ],
+)
+def test_a_clip_beside_the_scaler_of_another_optimizer(
+    clipped: str, unscaled: str, stepped: str, found: bool
+) -> None:
     calls: list[Event] = [
-        Clipped(norm=2.0, scale=65536.0),
-        *[ScalerStepped()] * with_scaler,
+        *[Unscaled(names=[name]) for name in unscaled],
+        Clipped(norm=2.0, scale=65536.0, names=[*clipped]),
+        *[ScalerStepped(names=[name]) for name in stepped],
         _step(1),
     ]
     judged = clip_before_unscale(case(_updates([1], [calls]), _updates([1], [calls])))
-    assert isinstance(judged, FaultFound) == with_scaler
+    assert isinstance(judged, FaultFound) == found
 
 
 def test_the_steps_of_two_optimizers_are_counted_once() -> None:
@@ -541,8 +555,11 @@ def test_the_steps_of_two_optimizers_are_counted_once() -> None:
             for name, done in (("discriminator", step - 1), ("generator", step)):
                 events += [GradientsCleared(), BackwardBegun(steps_done=done)]
                 if step == clips_in and name == "generator":
-                    events.append(Clipped(norm=2.0, scale=65536.0))
-                events += [ScalerStepped(), OptimizerStepBegun(step=step, grads={name: 1})]
+                    events.append(Clipped(norm=2.0, scale=65536.0, names=[name]))
+                events += [
+                    ScalerStepped(names=[name]),
+                    OptimizerStepBegun(step=step, grads={name: 1}),
+                ]
                 events.append(OptimizerStepEnded(step=step, params={name: clips_in or 0}))
         return events
 

@@ -332,15 +332,19 @@ class Clipped(Event):
     norm: float | None = None  # their norm; None if unknown
     max_norm: float | None = None  # the one that they were clipped to; None if unknown
     names: list[str] = field(default_factory=list)  # of their parameters
-    scale: float = 1.0  # the loss scale that they still had
+    scale: float = 1.0  # the loss scale, which they have unless they are unscaled
 
 
 class Unscaled(Event):
-    """The GradScaler unscaled the gradients."""
+    """The GradScaler unscaled the gradients of these parameters."""
+
+    names: list[str] = field(default_factory=list)
 
 
 class ScalerStepped(Event):
-    """The GradScaler is about to step the optimizer."""
+    """The GradScaler is about to step the optimizer of these parameters."""
+
+    names: list[str] = field(default_factory=list)
 
 
 class OptimizerStepBegun(Event):

@@ -6,7 +6,6 @@ import inspect
 import math
 import os
 import sys
-import weakref
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -83,9 +82,8 @@ def install(progress: Progress, models: Models) -> None:
     register_optimizer_step_post_hook(hooks.after_step)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         intercept(name, hooks.clip, clip_grad, torch.nn.utils)
-    for name in ("scale", "unscale_", "step", "update"):
+    for name in ("scale", "unscale_", "step"):
         intercept(name, hooks.scaler_method, GradScaler)
-    intercept("__init__", hooks.build_optimizer, Optimizer)
     intercept("__init__", hooks.build_schedule, lr_scheduler.LRScheduler)
     for schedule in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
         hooks.watch_schedule(schedule)
@@ -111,13 +109,11 @@ class LoopHooks:
         self._digested_in: dict[int, tuple[int, bool, int | None]] = {}
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._model_updates = 0  # steps of optimizers that have parameters of called models
         # By parameter that no called model has: these steps at its latest one.
         self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
-        self._unscaled: set[int] = set()  # parameters, since the scaler's last update
         self._schedules: set[type] = set()  # the classes whose `step` is recorded
         self._in_schedule = Nesting()
         self._loading = Nesting()
@@ -350,25 +346,10 @@ class LoopHooks:
                 norm=None if result is None else float(result),
                 max_norm=max_norm,
                 names=[self._models.name_of(p) for p in parameters if p.grad is not None],
-                scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
+                scale=1.0 if self._scaler is None else self._scaler.get_scale(),
             )
         )
         return result
-
-    def _scale_left(self, parameters: set[int]) -> float:
-        """The loss scale that the gradients of these parameters still contain."""
-        if self._scaler is None:
-            return 1.0
-        clipped = parameters & {id(p) for p in owned_parameters(*self._optimizers)}
-        if clipped <= self._unscaled and (clipped or self._unscaled):
-            return 1.0
-        return self._scaler.get_scale()
-
-    def build_optimizer(
-        self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
-        init(optimizer, *args, **kwargs)
-        self._optimizers.add(optimizer)
 
     def scaler_method(
         self, method: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any
@@ -378,16 +359,12 @@ class LoopHooks:
         name = method.__name__.strip("_")
         if name == "scale":
             self._scaler = scaler
-        elif name == "update":
-            self._unscaled.clear()
         elif sys._getframe(2).f_globals.get("__name__") != GradScaler.__module__:
             called = Unscaled if name == "unscale" else ScalerStepped
-            self._recorder.write(called(at=user_line()))
-        result = method(scaler, *args, **kwargs)
-        if name == "unscale":
             optimizer = args[0] if args else kwargs["optimizer"]
-            self._unscaled.update(id(p) for p in owned_parameters(optimizer))
-        return result
+            names = [self._models.name_of(p) for p in owned_parameters(optimizer)]
+            self._recorder.write(called(at=user_line(), names=names))
+        return method(scaler, *args, **kwargs)
 
     def watch_schedule(self, kind: type) -> None:
         """Record the steps of this class of schedules."""

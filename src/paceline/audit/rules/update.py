@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 from paceline.audit.events import (
     BackwardBegun,
@@ -43,24 +45,41 @@ def _clips(log: RankLog) -> list[tuple[Update, Clipped]]:
 
 def clip_before_unscale(case: Case) -> Judgement:
     """Gradients are clipped while they still contain the loss scale."""
-    clips = [
-        clip for run in (case.ordinary, case.solo) for log in run.ranks for clip in _clips(log)
-    ]
-    for update, event in clips:
+    logs = [log for run in (case.ordinary, case.solo) for log in run.ranks]
+    for update, event in chain.from_iterable(map(_clips_with_scale, logs)):
         scale, norm = event.scale, event.norm
-        # Another optimizer than the scaler's has gradients without its scale.
-        if scale != 1 and any(isinstance(call, ScalerStepped) for call in update.calls):
-            return FaultFound(
-                what="gradients are clipped before they are unscaled.",
-                at=event.at,
-                step=update.step,
-                why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
-                fix="call scaler.unscale_(optimizer) before clipping.",
-                evidence=f"the scale at the clip was {scale:g}"
-                + (f", and the norm with it {norm:.4g}" if norm is not None else ""),
-                effect=f"gradients are clipped at a norm {scale:g} times too small",
-            )
-    return NoFault(f"{len(clips)} calls of torch's clipping, all of unscaled gradients.")
+        return FaultFound(
+            what="gradients are clipped before they are unscaled.",
+            at=event.at,
+            step=update.step,
+            why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
+            fix="call scaler.unscale_(optimizer) before clipping.",
+            evidence=f"the scale at the clip was {scale:g}"
+            + (f", and the norm with it {norm:.4g}" if norm is not None else ""),
+            effect=f"gradients are clipped at a norm {scale:g} times too small",
+        )
+    clips = sum(len(_clips(log)) for log in logs)
+    return NoFault(f"{clips} calls of torch's clipping, all of unscaled gradients.")
+
+
+def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
+    """The clips of gradients that have the loss scale, each with its update.
+
+    Another optimizer than the scaler's has gradients without it.
+    """
+    unscaled: set[str] = set()
+    for update in log.updates:
+        steps = [call.names for call in update.calls if isinstance(call, ScalerStepped)]
+        scaled = set(chain.from_iterable(steps))
+        for call in update.calls:
+            if isinstance(call, Unscaled):
+                unscaled.update(call.names)
+            elif isinstance(call, ScalerStepped):
+                unscaled.difference_update(call.names)
+            elif (
+                isinstance(call, Clipped) and call.scale != 1 and scaled & {*call.names} - unscaled
+            ):
+                yield update, call
 
 
 def clip_before_reduction(case: Case) -> Judgement:
