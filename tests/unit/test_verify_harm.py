@@ -36,6 +36,7 @@ from paceline.audit.events import (
     PassBegun,
     PassEndedByVerify,
     PassExhausted,
+    RankEnded,
     RankStarted,
     SamplesLoaded,
     ScalerStepped,
@@ -54,7 +55,7 @@ from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
 from paceline.audit.rules.shards import overlapping_shards, whole_dataset
-from paceline.audit.rules.statistics import different_untrained_models
+from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.update import (
     clip_before_reduction,
     clip_before_unscale,
@@ -473,6 +474,29 @@ def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
     for measures, found in ((True, NoFault), (False, FaultFound)):
         ranks = [rank(weight, measures=measures) for weight in (1, 2)]
         assert isinstance(different_untrained_models(case(*ranks)), found)
+
+
+@pytest.mark.parametrize(
+    ("evaluates_after", "end", "found"),
+    [([3], 9, NoFault), ([3], 0, FaultFound), ([], 9, FaultFound), ([0], 9, FaultFound),
+     ([2], 0, NoFault), ([1, 2], 0, FaultFound), ([2, 3], 0, FaultFound), ([2, 3], 9, NoFault)],
+)  # fmt: skip
+def test_buffers_that_are_made_equal_before_one_rank_evaluates(
+    evaluates_after: list[int], end: int, found: type
+) -> None:
+    """They differ after step 1, and are equal after step 2."""
+
+    def rank(number: int) -> list[Event]:
+        events: list[Event] = [DDPBuilt(ranks=2)]
+        for step, buffer in enumerate([5, 5 + number, 6, 7]):
+            if number == 0 and step in evaluates_after:
+                events.append(ForwardEnded(evaluation=1, steps_done=step, buffers={"m": buffer}))
+            events += [ForwardEnded(trains=True, steps_done=step, buffers={"m": buffer})] * (
+                step < 3
+            )
+        return [*events, RankEnded(buffers={"0": {"m": end or number}})]
+
+    assert isinstance(different_buffers(case(rank(0), rank(1))), found)
 
 
 @pytest.mark.parametrize(("visible", "found"), [(["0", "0"], FaultFound), (["0", "1"], NoFault)])

@@ -112,6 +112,8 @@ class RankEnded(Event):
     """The process ended; missing after a kill and `os._exit`."""
 
     wanted: int | None = None  # the steps that the rank was to take
+    # The digests of the buffers, by the number of the model.
+    buffers: dict[str, Digests] = field(default_factory=dict)
 
 
 # The job

@@ -34,6 +34,7 @@ from paceline.audit.events import (
     RankStarted,
     SeedSet,
 )
+from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import (
     calling_line,
@@ -47,7 +48,7 @@ from paceline.audit.record import (
 _SEED = 20_260
 
 
-def install(progress: Progress, control: object) -> None:
+def install(progress: Progress, models: Models, control: object) -> None:
     """Record the start of this rank now, and what becomes of it later.
 
     Args:
@@ -67,7 +68,7 @@ def install(progress: Progress, control: object) -> None:
     warnings.filterwarnings(
         "ignore", message=r"Using `torch.compile\(module\)` when there are global"
     )
-    hooks = ProcessHooks(progress)
+    hooks = ProcessHooks(progress, models)
     intercept("manual_seed", hooks.set_seed, torch, torch.random)
     intercept("compile", hooks.compile_eagerly, torch)
     intercept("init_process_group", hooks.init_process_group, c10d, dist)
@@ -82,8 +83,9 @@ def install(progress: Progress, control: object) -> None:
 class ProcessHooks:
     """What a rank does as a process."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._recorder = progress, progress.recorder
+    def __init__(self, progress: Progress, models: Models) -> None:
+        self._progress, self._models = progress, models
+        self._recorder = progress.recorder
 
     def set_seed(self, seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._recorder.write(SeedSet(at=calling_line()))
@@ -142,4 +144,6 @@ class ProcessHooks:
 
     def at_exit(self) -> None:
         """Record the end. If it is missing, the rank was killed or called `os._exit`."""
-        self._recorder.write(RankEnded(wanted=self._progress.wanted))
+        models = self._models.by_number()
+        buffers = {str(number): buffer_digests(model) for number, model in models.items()}
+        self._recorder.write(RankEnded(wanted=self._progress.wanted, buffers=buffers))

@@ -23,7 +23,7 @@ def install(control: object) -> None:
     rank = int(os.environ["RANK"])
     progress = Progress(plan, Recorder(plan.folder, rank), rank)
     models = Models(progress.recorder)
-    record_process.install(progress, control)
+    record_process.install(progress, models, control)
     record_loop.install(progress, models)
     record_data.install(progress)
     record_collectives.install(progress)

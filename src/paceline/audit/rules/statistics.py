@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import dropwhile
 from typing import NamedTuple
 
-from paceline.audit.events import DDPBuilt, Event, ForwardEnded
+from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import differing, first_difference
@@ -21,25 +21,34 @@ class Use(NamedTuple):
 
 
 def different_buffers(case: Case) -> Judgement:
-    """Buffers differ between ranks in an evaluation, else in training and at the end."""
+    """Buffers differ between ranks in an evaluation of all ranks, else in training.
+
+    If only some ranks evaluate, those of the others are known at their next forward of training or at their
+    end.
+    """
     log = case.ranks[0]
     unwrapped = not log.of(DDPBuilt) and not log.layouts
     mismatch = case.mismatch if unwrapped else None
     if mismatch is not None and not mismatch.outside:
         return NotJudged("the ranks' weights differ, and with them their statistics.")
-    uses = [
+    evaluations = [
         _first_uses(e for e in log.of(ForwardEnded) if e.evaluation is not None)
         for log in case.ranks
     ]
-    when = "evaluating" if all(uses) else "training"
+    when, uses, evaluated = "evaluating", evaluations, set[int]()
+    if not all(evaluations):
+        when, uses = "training", [_first_uses(log.training_forwards) for log in case.ranks]
+        evaluated = {use.step for own in evaluations for use in own if use.step}
     if not all(uses):
-        uses = [_first_uses(log.training_forwards) for log in case.ranks]
-    buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
-    if not all(buffers):
         return NotJudged("no torch.nn.Module was called in the watched steps.")
+    buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
     if not any(names for own in buffers for names in own.values()):
         return NoFault("the models have no buffers.")
-    found = first_difference(differing(buffers))
+    differs = differing(buffers)
+    are_known = evaluated <= {use.step for use in differs} or _are_equal_at_end(case, differs)
+    if evaluated and are_known:
+        differs = {use: own for use, own in differs.items() if use.step in evaluated}
+    found = first_difference(differs)
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
     point, names = found
@@ -54,6 +63,13 @@ def different_buffers(case: Case) -> Judgement:
         evidence=f"equal names, different values, after step {first.steps_done}",
         effect=f"{len(names)} of {len(first.buffers)} buffers differ between ranks",
     )
+
+
+def _are_equal_at_end(case: Case, uses: Iterable[Use]) -> bool:
+    """Whether the buffers of these models are equal on all ranks at the end of the script."""
+    ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
+    models = {str(use.model) for use in uses}
+    return all(model in end and end[model] == ends[0][model] for model in models for end in ends)
 
 
 def different_untrained_models(case: Case) -> Judgement:
