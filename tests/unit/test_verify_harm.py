@@ -42,6 +42,7 @@ from paceline.audit.events import (
     ScalerStepped,
     ScheduleStepped,
     TrainingBuilt,
+    TrainingContinues,
     Unscaled,
 )
 from paceline.audit.evidence import RankLog, Run, _without_pretraining
@@ -61,7 +62,7 @@ from paceline.audit.rules.update import (
     clip_before_unscale,
     update_on_one_rank,
 )
-from paceline.audit.rules.weights import no_sync_on_last
+from paceline.audit.rules.weights import drifting_weights, no_sync_on_last
 from paceline.audit.rules.whole_run import uneven_use
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.compare import compare
@@ -612,6 +613,26 @@ def test_local_sgd_under_no_sync(restored: bool) -> None:
 
     judged = no_sync_on_last(case(rank(2), rank(3)))
     assert isinstance(judged, FaultFound) == (not restored), judged
+
+
+@pytest.mark.parametrize(
+    ("sends", "continues", "found"),
+    [(True, True, NotJudged), (False, True, FaultFound), (True, False, FaultFound)],
+)
+def test_weights_that_may_be_averaged_after_the_watched_steps(
+    sends: bool, continues: bool, found: type
+) -> None:
+    def rank(own: int) -> list[Event]:
+        events: list[Event] = [CollectiveBegun(op="broadcast", group=[0, 1])] * sends
+        for number, digest in enumerate([1, own, 10 * own], 1):
+            forward = ForwardEnded(trains=True, steps_done=number - 1, params={"w": digest})
+            ended = OptimizerStepEnded(step=number, params={"w": 100 * digest + own})
+            events += [forward, BackwardBegun(), _step(number, own), ended]
+        return [*events, *[TrainingContinues()] * continues]
+
+    judged = drifting_weights(case(rank(2), rank(3)))
+    assert isinstance(judged, found), judged
+    assert not isinstance(judged, NotJudged) or judged.is_open
 
 
 def _trains_without_ddp(weights: list[int], *, exchanges: bool, steps: bool = True) -> list[Event]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.audit.events import (
+    CollectiveBegun,
     ForwardEnded,
     OptimizerStepBegun,
     OptimizerStepEnded,
+    TrainingContinues,
     WeightsChanged,
 )
 from paceline.audit.evidence import RankLog
@@ -143,6 +145,13 @@ def drifting_weights(case: Case) -> Judgement:
             f"the ranks' weights differ after step {mismatch.step} and are equal again some steps later: the "
             "script averages them at intervals (local SGD)."
         )
+    if not case.trains_together and log.first(TrainingContinues) and _sends_first(log):
+        return NotJudged(
+            f"the ranks exchange no gradients, and their weights differ after step {mismatch.step}: the "
+            "script averages them after the watched steps (local SGD), or the reduction was forgotten. To "
+            "watch what follows, give more --steps.",
+            is_open=True,
+        )
     name = mismatch.names[0]
     steps = [
         next((e for e in own if name in e.grads), own[0])
@@ -180,6 +189,12 @@ def drifting_weights(case: Case) -> Judgement:
         why=why,
         fix=fix,
     )
+
+
+def _sends_first(log: RankLog) -> bool:
+    """Whether the script itself makes weights equal before the training, as without DDP."""
+    calls = (event for event in log.before_backward if isinstance(event, CollectiveBegun))
+    return any(call.op == "broadcast" for call in calls)
 
 
 def _trains_alone(case: Case, parameter: str) -> bool:
