@@ -1278,6 +1278,22 @@ def test_a_subset_of_a_dataset_without_a_length_has_no_root_samples(tmp_path: Pa
     assert (seen.samples, seen.root_samples, seen.batches) == (8, None, 2)
 
 
+@pytest.mark.parametrize(
+    ("index", "ids"),
+    [
+        (3, [6]),
+        ([1, 3], [2, 6]),
+        (torch.tensor(3), [6]),
+        (torch.tensor([1, 3]), [2, 6]),
+        (np.array([1, 3]), [2, 6]),
+        ([torch.tensor(1), torch.tensor(3)], [2, 6]),
+    ],
+)
+def test_the_samples_that_a_batch_sampler_gives(index: Any, ids: list[int]) -> None:
+    subset = torch.utils.data.Subset(cast(Any, range(8)), range(0, 8, 2))
+    assert record_data._samples_of(subset, index) == ids
+
+
 def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
     plan = RunPlan(Path("x"), "ordinary", 2, 20)
     alone = [BackwardBegun(), OptimizerStepEnded(step=20), EndedByVerify()]

@@ -358,6 +358,7 @@ def _samples_of(dataset: Any, index: Any) -> list[Any] | None:
     """The index of each sample in the dataset behind all `Subset`s; None if the dataset has no indices."""
     if index is None or isinstance(dataset, IterableDataset):
         return None
+    index = index.tolist() if hasattr(index, "tolist") else index
     _, ids = _root(dataset, list(index) if isinstance(index, list | tuple) else [index])
     return [int(i) if hasattr(i, "__index__") else str(i) for i in ids]
 
