@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit import record_loop
-from paceline.audit.events import Event, ForwardEnded, NotReduced
+from paceline.audit.events import Event, ForwardEnded, NotReduced, OptimizerStepBegun
 from paceline.audit.evidence import Run
 from paceline.audit.models import Models, ddp_of, inner_of
 from paceline.audit.progress import Progress
@@ -113,6 +113,20 @@ def test_each_rank_saves_the_gradients_of_its_shards_and_rank_0_all_others(
         hooks = LoopHooks(Progress(plan, recorder, rank), Models(recorder))
         hooks.before_step(torch.optim.SGD(parameters, lr=0.1), (), {})
     assert [len(saved) for saved in Run(plan, [], 0).gradients().values()] == [2 * 2, 3]
+
+
+def test_gradients_of_complex_parameters_have_both_parts(tmp_path: Path) -> None:
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+    parameter.grad = torch.tensor([3 + 4j, 0j]).conj()
+    plan = RunPlan(tmp_path, "mirrored", 2, 20)
+    hooks = LoopHooks(Progress(plan, recorder, 0), Models(recorder))
+    hooks.before_step(torch.optim.SGD([parameter], lr=0.1), (), {})
+    (step,) = (event for event in events if isinstance(event, OptimizerStepBegun))
+    assert [*step.norms.values()] == [5.0]
+    (saved,) = Run(plan, [], 0).gradients().values()
+    assert saved.tolist() == [3.0, -4.0, 0.0, 0.0]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from paceline.data import digest as content
-from paceline.data.digest import bytes_of, has_content
+from paceline.data.digest import bytes_of, has_content, plain
 
 # Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
@@ -80,6 +80,12 @@ def magnitude(value: Any) -> float:
         elif getattr(getattr(leaf, "dtype", None), "kind", None) == "f" or isinstance(leaf, float):
             total += float(numpy.abs(leaf).sum(dtype=numpy.float64))
     return total
+
+
+def reals_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, or of a rank's shard, in float64; of complex ones, both parts."""
+    values = plain(tensor)
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
 
 
 def seed_all(seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from paceline.audit.digests import reals_of
 from paceline.audit.evaluations import Evaluation, EvaluationReader
 from paceline.audit.events import (
     BackwardBegun,
@@ -381,7 +382,7 @@ class Run:
             path = self.plan.folder / f"{name}-{rank}.pt"
             saved = torch.load(path, weights_only=True) if path.exists() else {}
             for each, gradient in saved.items():
-                parts[each].append(gradient.double().flatten())
+                parts[each].append(reals_of(gradient).flatten())
         return {each: torch.cat(parts[each]) for each in sorted(parts)}
 
     @property

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.audit.digests import digest
+from paceline.audit.digests import digest, reals_of
 from paceline.audit.events import ModelSeen, NotReduced
 from paceline.audit.record import Recorder, user_line
 from paceline.data.digest import plain
@@ -111,7 +111,7 @@ class Models:
     def norms_of_shards(self) -> dict[str, float]:
         """The norms of this rank's shards of the gradients, by name; empty if no gradient is sharded."""
         return {
-            self.name_of(p): float(plain(p.grad).double().norm())
+            self.name_of(p): float(reals_of(p.grad).norm())
             for _, inner in self._roots.values()
             for p in inner.parameters()
             if isinstance(p.grad, DTensor)

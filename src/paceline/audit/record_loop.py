@@ -36,6 +36,7 @@ from paceline.audit.digests import (
     numbers_drawn,
     random_states,
     states_inside,
+    reals_of,
 )
 from paceline.audit.events import (
     BackwardBegun,
@@ -290,7 +291,7 @@ class LoopHooks:
                 lrs=[float(group.get("lr") or 0.0) for group in optimizer.param_groups],
                 base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
                 grads={name: digest(g) for name, g in gradients.items()},
-                norms={name: _norm(g) for name, g in gradients.items()},
+                norms={name: float(reals_of(g).norm()) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
                 outside_models=self._digest_outside([p for p, _ in trained]),
             )
@@ -439,7 +440,3 @@ def _tensors(inputs: Any) -> list[torch.Tensor]:
     """The tensors with dimensions and data. A number may count the samples of all ranks."""
     found = (x for x in leaves(inputs) if isinstance(x, torch.Tensor) and not x.is_meta)
     return [x for x in found if x.dim()]
-
-
-def _norm(gradient: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(plain(gradient), dtype=torch.float64))

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.audit.digests import digest
+from paceline.audit.digests import digest, reals_of
 from paceline.audit.events import (
     Evaluated,
     NotBitwise,
@@ -288,4 +288,5 @@ def _summary(tensor: torch.Tensor) -> Summary:
     """Collective for a DTensor: all ranks that hold it."""
     whole = tensor.detach()
     whole = plain(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
-    return Summary(digest(whole), float(whole.double().norm()), float(whole.double().sum()))
+    reals = reals_of(whole)
+    return Summary(digest(whole), float(reals.norm()), float(reals.sum()))
