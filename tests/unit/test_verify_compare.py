@@ -114,6 +114,14 @@ def test_samples_that_no_run_recorded_are_not_compared() -> None:
     assert "samples of a step: 3 compared" in found.equal
 
 
+def test_a_loss_whose_terms_cancel_out_is_equal_up_to_their_rounding() -> None:
+    """Such as that of a policy gradient with normalised advantages."""
+    one = {(1, "loss"): -1.1e-8, (1, "loss_size"): 2.0}
+    rank = {(1, "loss"): -4e-9, (1, "loss_size"): 1.0}
+    assert is_sound(runs(rank, rank, one=one))
+    assert not is_sound(runs(rank, rank | {(1, "loss"): 4e-3}, one=one))
+
+
 OTHER = {"w": ["other", 2.5, 3.0]}
 FIRST = [
     ({(2, "ids"): [5, 99]}, 2, "samples", ([7], [99])),

@@ -447,6 +447,7 @@ class TrainingStep(WeightsAt):
 
     ids: list[int] = field(default_factory=list)  # this rank's samples
     loss: float = 0.0  # this rank's sum of losses
+    loss_size: float = 0.0  # the sum of the absolute losses of its micro-batches
     count: float = 0.0  # their number
     buffers: dict[str, Summary] = field(default_factory=dict)
     grads: dict[str, Summary] = field(default_factory=dict)  # what the optimizer got

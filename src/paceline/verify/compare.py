@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ P = TypeVar("P", bound=PointEvent)
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
 _RTOL = 1e-3
 # A difference is relative to the size of the number, or to this part of the largest one so far if that is
-# more: a loss near zero has a large relative rounding error.
+# more: a loss near zero has a large relative rounding error, in the first step too if its terms cancel out.
 _LEAST_SCALE = 1e-3
 _MAX_IDS = 5
 _BEFORE = "what was compared before was equal"
@@ -130,8 +130,16 @@ class Point:
     @property
     def loss(self) -> float:
         """The mean loss of a step; the ranks' sums are added in rank order."""
-        steps = self.of(TrainingStep)
-        return sum(step.loss for step in steps) / (sum(step.count for step in steps) or 1)
+        return sum(step.loss for step in self.of(TrainingStep)) / self._count
+
+    @property
+    def loss_size(self) -> float:
+        """The same of the absolute losses of the micro-batches, whose rounding the mean loss has."""
+        return sum(step.loss_size for step in self.of(TrainingStep)) / self._count
+
+    @property
+    def _count(self) -> float:
+        return sum(step.count for step in self.of(TrainingStep)) or 1.0
 
 
 def _points(run: Run) -> list[Point]:
@@ -296,7 +304,10 @@ class _Search:
         if one.kind == "step":
             yield from self._samples(one, other)
             if self._with_values:
-                yield from self._number("loss", (one.loss, other.loss), training=one.training)
+                sizes = one.loss_size, other.loss_size
+                yield from self._number(
+                    "loss", (one.loss, other.loss), training=one.training, sizes=sizes
+                )
                 grads = one.of(TrainingStep)[0].grads, other.of(TrainingStep)[0].grads
                 x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
                 yield from self._number("gradient norm", (x, y), training=one.training)
@@ -347,16 +358,18 @@ class _Search:
         *,
         training: int = 0,
         name: str = "",
+        sizes: Iterable[float] = (),
         least: float | None = None,
     ) -> Iterator[Difference]:
         """The difference of two numbers, relative to the larger one or to `least` if that is more.
 
-        By default, `least` is the part `_LEAST_SCALE` of the largest such number of the training so far.
+        By default, `least` is the part `_LEAST_SCALE` of the largest such number of the training so far, or
+        of the largest of `sizes`.
         """
         self._times[quantity] += 1
         if least is None:
             key = training, quantity
-            largest = max(self._scale.get(key, 0.0), *map(abs, pair))
+            largest = max(self._scale.get(key, 0.0), *map(abs, pair), *sizes)
             self._scale[key], least = largest, _LEAST_SCALE * largest
         x, y = pair
         is_equal = x == y or (math.isnan(x) and math.isnan(y))
