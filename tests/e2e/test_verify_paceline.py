@@ -117,7 +117,9 @@ def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> N
 
 
 DROPOUT = {
-    "wrapped": "paceline.ddp(job, torch.nn.Sequential(net, torch.nn.Dropout(0.1)))",
+    "wrapped": "paceline.ddp(job, torch.nn.Sequential(net, torch.nn.Dropout(0.1)))\n"
+    "    from torch.nn.functional import dropout as drop",
+    "loss": "loss = drop(loss.expand(9), 0.5).mean()",
 }
 
 

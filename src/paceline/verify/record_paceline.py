@@ -10,9 +10,11 @@ stays on with `--bitwise`, where the micro-batches are the same on any number of
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -141,9 +143,16 @@ class PacelineHooks:
         )
 
     def _turn_dropout_off(self) -> None:
-        """Call the functions with dropout with probability 0 from now on."""
+        """Call the functions with dropout with probability 0 from now on, also those imported by name.
+
+        Not from the start, because torch.jit.script cannot read a replaced function.
+        """
         for name, place in _DROPOUTS.items():
-            intercept(name, functools.partial(self._without_dropout, *place), torch.nn.functional)
+            function = getattr(torch.nn.functional, name)
+            for module in list(sys.modules.values()):
+                if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
+                    for own in [key for key, value in vars(module).items() if value is function]:
+                        intercept(own, functools.partial(self._without_dropout, *place), module)
 
     def _without_dropout(
         self,
