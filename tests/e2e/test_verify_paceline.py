@@ -119,7 +119,6 @@ def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> N
 DROPOUT = {
     "wrapped": "paceline.ddp(job, torch.nn.Sequential(net, torch.nn.Dropout(0.1)))\n"
     "    from torch.nn.functional import dropout as drop",
-    "loss": "loss = drop(loss.expand(9), 0.5).mean()",
 }
 
 
@@ -127,7 +126,8 @@ DROPOUT = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [(), ("--bitwise",)])
 def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
-    code, facts = verify(tmp_path, *words, **DROPOUT)
+    loss = "loss = drop(loss.expand(9), 0.5).mean()"
+    code, facts = verify(tmp_path, *words, loss=loss, **DROPOUT)
     assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
     assert any(line.startswith("loss: 20 compared") for line in facts["equal"])
     assert facts["compared"].endswith(", with dropout turned off") is (not words)
