@@ -274,6 +274,26 @@ def test_parts_of_a_stream_that_overlap_are_no_whole(
     assert isinstance(rule(Case(ordinary, ordinary)), found)
 
 
+@pytest.mark.parametrize(("replicas", "found"), [(2, NoFault), (4, FaultFound)])
+def test_a_padded_sample_in_groups_of_ranks_that_have_a_subset_each(
+    replicas: int, found: type
+) -> None:
+    logs = []
+    for rank in range(4):
+        ids = [*range(100 * rank, 100 * rank + 50), 100 * (rank // 2)]
+        sharding = {"num_replicas": replicas, "seed": 0, "shuffle": True}
+        events: list[Event] = [
+            LoaderSeen(loader="a", split=rank // 2, sharding=sharding, root_samples=400),
+            PassBegun(loader="a"),
+            BatchGiven(loader="a", ids=ids),
+            ForwardEnded(trains=True, sync=True),
+            BackwardBegun(),
+        ]
+        logs.append(RankLog(rank, events, [SamplesLoaded(loader="a", ids=ids, contents=ids)]))
+    ordinary = Run(RunPlan(Path("x"), "ordinary", 4, 20), logs, 0)
+    assert isinstance(overlapping_shards(Case(ordinary, ordinary)), found)
+
+
 def test_uneven_use_may_be_a_consequence_of_equal_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FaultFound(what="x", at="", why="", fix="", evidence="", effect="")
     rules = [

@@ -104,7 +104,8 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     samplers = [each.sharding for each in loaders]
     seeds = [each.get("seed") for each in samplers]
     seeds_differ = len(set(seeds)) > 1
-    is_cut = all(each.get("num_replicas", 1) > 1 for each in samplers)
+    # Not within groups of ranks, each of which may have its own subset and seed.
+    is_cut = all(each.get("num_replicas") == count for each in samplers)
     # Few steps may show few common samples, or none.
     other_orders = seeds_differ and all(each.get("shuffle") for each in samplers)
     other_subsets = splits_differ and common > 0
