@@ -34,8 +34,8 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
-    PassEndedByVerify,
     PassExhausted,
+    PassStopped,
     RankEnded,
     RankStarted,
     SamplesLoaded,
@@ -97,7 +97,7 @@ def test_a_pass_that_verify_ends_is_not_exhausted(
         progress.on_backward()
         progress.on_step(optimizer)
     kinds = [type(event) for event in events]
-    assert PassEndedByVerify in kinds
+    assert PassStopped in kinds
     assert PassExhausted not in kinds
 
 

@@ -544,10 +544,10 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
     torch.save({"w": torch.ones(9)}, tmp_path / "gradients-0-0.pt")
     for rank in range(2):  # shards of unequal sizes
-        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}-0.pt")
+        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}.pt")
     assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
     for rank, own in enumerate(gradients):
-        torch.save(own, tmp_path / f"local-{rank}-0.pt")
+        torch.save(own, tmp_path / f"local-{rank}.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
         torch.save({"w": total}, tmp_path / "gradients-0-0.pt")

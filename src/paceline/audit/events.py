@@ -214,12 +214,8 @@ class PassExhausted(EventOfPass):
     """The loader had no more batches."""
 
 
-class PassEndedByVerify(EventOfPass):
-    """The wanted steps were done, so the pass was ended."""
-
-
-class PassLeft(EventOfPass):
-    """The script left the pass before its end."""
+class PassStopped(EventOfPass):
+    """The pass ended before its loader: the script left it, or the wanted steps were done."""
 
 
 class PassCut(EventOfPass):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
@@ -370,16 +370,15 @@ class Run:
         Args:
             optimizer: 0 for the one that stepped first.
         """
-        return self._saved(f"gradients-{optimizer}")
+        return self._saved(f"gradients-{optimizer}-{r}.pt" for r in range(self.plan.world_size))
 
     def local_gradients(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's gradients of step 1 before the script reduced them, flat, float64, by name."""
-        return self._saved(f"local-{rank}")
+        return self._saved([f"local-{rank}.pt"])
 
-    def _saved(self, name: str) -> dict[str, torch.Tensor]:
+    def _saved(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        for rank in range(self.plan.world_size):
-            path = self.plan.folder / f"{name}-{rank}.pt"
+        for path in map(self.plan.folder.joinpath, names):
             saved = torch.load(path, weights_only=True) if path.exists() else {}
             for each, gradient in saved.items():
                 parts[each].append(reals_of(gradient).flatten())

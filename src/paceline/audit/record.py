@@ -106,10 +106,15 @@ def user_line() -> str:
     return next((line_of(frame) for frame in frames() if is_user_code(frame)), "")
 
 
+def calling_frame(between: int = 0) -> FrameType:
+    """For a handler: the frame that called the function. `between`: the frames from the handler to here."""
+    # Above this frame: the handler, `intercepted`, the caller.
+    return sys._getframe(3 + between)
+
+
 def calling_line() -> str:
     """For a handler: the user's line that called the function; empty if a library did."""
-    # The caller of `intercepted`, which called the handler.
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = calling_frame(between=1)
     if frame is not None and frame.f_code.co_name == "__format__":
         frame = frame.f_back  # of a tensor; it calls `item`
     return line_of(frame) if frame is not None and is_user_code(frame) else ""

@@ -29,14 +29,19 @@ from paceline.audit.events import (
     LoaderSeen,
     PassBegun,
     PassCut,
-    PassEndedByVerify,
     PassExhausted,
-    PassLeft,
+    PassStopped,
     SamplesLoaded,
     TrainingContinues,
 )
 from paceline.audit.progress import Progress
-from paceline.audit.record import intercept, intercept_private, is_user_code, user_line
+from paceline.audit.record import (
+    calling_frame,
+    intercept,
+    intercept_private,
+    is_user_code,
+    user_line,
+)
 from paceline.watch.stacks import is_script
 
 _PACELINE = str(Path(__file__).parents[1])
@@ -98,7 +103,7 @@ class DataHooks:
         return set_epoch(of, *args, **kwargs)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
-        if sys._getframe(2).f_code.co_filename.startswith(_PACELINE):
+        if calling_frame().f_code.co_filename.startswith(_PACELINE):
             return begin(loader)
         seen = self._describe(loader)
         name, pass_number = seen.loader, self._passes[seen.loader]
@@ -129,7 +134,7 @@ class DataHooks:
         return epoch if epoch is not None else next((e for e in found if e is not None), None)
 
     def count_batches(self, count: Callable[[Any], int], loader: DataLoader[Any]) -> int:
-        if is_user_code(sys._getframe(2)):
+        if is_user_code(calling_frame()):
             # Not as a use that gives the loader its name: only one rank may print the length.
             replayed = self._lengths.get(self._built.get(loader, ""))
         else:
@@ -169,7 +174,7 @@ class DataHooks:
                 self._progress.end()
             if of.num_batches < batches:
                 self._recorder.write(TrainingContinues())
-            return PassEndedByVerify
+            return PassStopped
         may_cut = (
             of.num_batches > 0
             and ("epoch" in seen.sharding or seen.takes_epoch)
@@ -304,7 +309,7 @@ class _RecordedPass:
 
     def __del__(self) -> None:
         if not self._ended and not sys.is_finalizing():
-            self._hooks.record_end(self, PassLeft)
+            self._hooks.record_end(self, PassStopped)
 
     def __iter__(self) -> _RecordedPass:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import sys
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -59,7 +58,15 @@ from paceline.audit.events import (
 from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import Nesting, calling_line, frames, intercept, is_user_code, user_line
+from paceline.audit.record import (
+    Nesting,
+    calling_frame,
+    calling_line,
+    frames,
+    intercept,
+    is_user_code,
+    user_line,
+)
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
@@ -248,7 +255,7 @@ class LoopHooks:
             found["shards"] = self._models.norms_of_shards()
         if self._progress.steps == 0 and not self._models.ddp:
             # Before the script itself reduces them over the ranks.
-            path = self._progress.plan.folder / f"local-{self._progress.rank}-0.pt"
+            path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
             torch.save(self._models.gradients(), path)
 
     def _digest_of_reached(self, losses: list[torch.Tensor]) -> int:
@@ -360,7 +367,7 @@ class LoopHooks:
         name = method.__name__.strip("_")
         if name == "scale":
             self._scaler = scaler
-        elif sys._getframe(2).f_globals.get("__name__") != GradScaler.__module__:
+        elif calling_frame().f_globals.get("__name__") != GradScaler.__module__:
             called = Unscaled if name == "unscale" else ScalerStepped
             optimizer = args[0] if args else kwargs["optimizer"]
             names = [self._models.name_of(p) for p in owned_parameters(optimizer)]

@@ -37,6 +37,7 @@ from paceline.audit.events import (
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import (
+    calling_frame,
     calling_line,
     frames,
     intercept,
@@ -136,7 +137,7 @@ class ProcessHooks:
         return send(event)
 
     def exit(self, exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
-        by = str(sys._getframe(2).f_globals.get("__name__"))
+        by = str(calling_frame().f_globals.get("__name__"))
         # The end of the rank itself has no line: below it are the frames of the command that was forked.
         at = "" if by.startswith("paceline.") else user_line()
         self._recorder.write(ExitCalled(at=at, by=by, code=code[0] if code else None))

@@ -49,13 +49,12 @@ def first_difference(differs: Mapping[P, Mapping[str, bool]]) -> tuple[P, list[s
 class WeightPoint(NamedTuple):
     """A point of the script at which a parameter is updated or used.
 
-    A use is a forward of training or, of a parameter that no forward shows, its next step. In a step, turn 0
-    is the update, and turn 1 are the uses after it. A parameter that is used before its update, as after that
-    of another model in the same step, begins with turn 1. So uses have odd turns.
+    A use is a forward of training or, of a parameter that no forward shows, its next step. In a step, updates
+    and uses of a parameter may alternate; `phase` counts the alternations: even at an update, odd at a use.
     """
 
     step: int  # the number of an update, from 1; the completed steps before a use
-    turn: int
+    phase: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Mismatch:
     # By rank, the last load of a state before, if other ranks loaded less often: the cause.
     loads: dict[int, StateLoaded]
     last_seen: WeightPoint | None  # where the first of these parameters was recorded before
-    digests: list[list[int]]  # by rank, the digests of that parameter: then, and at the difference
+    # By rank, the digests of that parameter: there, empty if it was not recorded; and at the difference.
+    digests_before: list[int]
+    digests_at: list[int]
 
 
 def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
@@ -78,7 +79,7 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     weights = [_weights(log) for log in ranks]
     differs = differing(weights)
     # Optimizers that exchange updated weights are equal again when the model is used.
-    uses = {point: own for point, own in differs.items() if point.turn % 2}
+    uses = {point: own for point, own in differs.items() if point.phase % 2}
     found = first_difference(uses)
     if found is None:
         return None
@@ -95,14 +96,15 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     later = [own for point, own in uses.items() if point > use]
     is_restored = all(any(own.get(name) is False for own in later) for name in names)
     loads = _uneven_loads(ranks, step, outside=outside)
-    digests = [[own[p][names[0]] for p in (last, use) if p is not None] for own in weights]
-    return Mismatch(step, outside, names, is_restored, loads, last, digests)
+    then = [own[last][names[0]] for own in weights] if last else []
+    now = [own[use][names[0]] for own in weights]
+    return Mismatch(step, outside, names, is_restored, loads, last, then, now)
 
 
 def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
     """The weights of a rank."""
     found: defaultdict[WeightPoint, Digests] = defaultdict(dict)
-    turns: defaultdict[tuple[int, str], int] = defaultdict(int)
+    phases: defaultdict[tuple[int, str], int] = defaultdict(int)
     events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
     for event in events:
         if isinstance(event, OptimizerStepEnded):
@@ -115,8 +117,8 @@ def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
         else:
             continue
         for name, value in params.items():
-            turns[step, name] += (turns[step, name] % 2 == 1) != is_use
-            found[WeightPoint(step, turns[step, name])][name] = value
+            phases[step, name] += (phases[step, name] % 2 == 1) != is_use
+            found[WeightPoint(step, phases[step, name])][name] = value
     return found
 
 

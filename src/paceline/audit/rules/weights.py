@@ -108,10 +108,11 @@ def changed_outside(case: Case) -> Judgement:
         log.rank: [e.at for e in log.of(WeightsChanged) if since <= e.steps_done <= done]
         for log in case.ranks
     }
-    ranks = [rank for rank, (*then, now) in enumerate(mismatch.digests) if then and then != [now]]
+    digests = zip(mismatch.digests_before, mismatch.digests_at, strict=False)
+    ranks = [rank for rank, (then, now) in enumerate(digests) if then != now]
     ranks = ranks or [rank for rank, lines in changes.items() if lines]
     if not 0 < len(ranks) < case.world_size:  # all ranks or none seem to have changed it
-        ranks = outliers([own[-1] for own in mismatch.digests])
+        ranks = outliers(mismatch.digests_at)
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
     uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.outside_models]
