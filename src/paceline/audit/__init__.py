@@ -1,6 +1,6 @@
 """What a script did in its ranks, and whether that is right.
 
-This room starts no process and prints nothing. It has two halves, with files of events between them:
+This room starts no process and prints nothing. Two sides use it, with files of events between them:
 
 - In each rank, `record_process`, `record_data`, `record_loop` and `record_collectives` replace functions of
   torch and write `events`. `progress` counts the steps, cuts passes and ends the script. `replay` gives the
@@ -8,5 +8,6 @@ This room starts no process and prints nothing. It has two halves, with files of
 - In the command, `evidence` reads the events of a run. `refusals` names the cause if a run cannot be judged.
   `audit` plans the runs of a script that does not use paceline, and lets the `rules` judge them.
 
-`run_plan` is what the command tells a rank.
+`run_plan` is what the command tells a rank. Both sides use `evidence` and `evaluations`: a rank must know, too,
+which loaders the script trains on, and it reads the log of the run of one process.
 """

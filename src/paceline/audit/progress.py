@@ -91,13 +91,13 @@ class Progress:
         if self.plan.mode in REPLAYS or self.loaders_of_step:
             return False
         if self.plan.mode == "solo":
-            at, end = self.wanted - self.plan.last_steps, self.wanted
+            cut_step, end = self.wanted - self.plan.last_steps, self.wanted
         elif self.plan.cut_at is not None:
-            at = end = self.plan.cut_at
+            cut_step = end = self.plan.cut_at
         else:
             return False
         # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
-        if batches <= end or self.steps < at or self._cut_at not in (None, self.steps):
+        if batches <= end or self.steps < cut_step or self._cut_at not in (None, self.steps):
             return False
         self._cut_at = self.steps
         return True

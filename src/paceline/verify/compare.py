@@ -203,20 +203,20 @@ def _count(points: list[Point], kind: str) -> int:
     return sum(point.kind == kind for point in points)
 
 
-def _why_not_comparable(one: list[Point], other: list[Point], count: int, others: int) -> str:
+def _why_not_comparable(one: list[Point], other: list[Point], count: int, other_count: int) -> str:
     """Why two runs cannot be compared point by point; empty if they can."""
     for kind in ("step", "evaluation"):
-        number, others_number = _count(one, kind), _count(other, kind)
-        if number != others_number:
+        number, other_number = _count(one, kind), _count(other, kind)
+        if number != other_number:
             return (
                 f"the script makes {number} {kind}{'s' * (number != 1)} with {processes(count)} and "
-                f"{others_number} with {others}: the number depends on the number of processes."
+                f"{other_number} with {other_count}: the number depends on the number of processes."
             )
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
             return (
                 f"after step {x.step} the script continues with: {x.kind} on {processes(count)}, "
-                f"{y.kind} on {others}."
+                f"{y.kind} on {other_count}."
             )
     return ""
 
@@ -268,8 +268,7 @@ class _Search:
 
     def __init__(self, rtol: float, *, with_values: bool, with_scores: bool) -> None:
         self._rtol, self._with_values, self._with_scores = rtol, with_values, with_scores
-        # Only a bitwise comparison compares the tensors of a step.
-        self._tensor_rtol = None if rtol else 0.0
+        self._bitwise = not rtol  # else the values of the tensors of a step are not compared
         self._times: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
         self._scale: dict[tuple[int, str], float] = {}
@@ -311,10 +310,10 @@ class _Search:
                 grads = one.of(TrainingStep)[0].grads, other.of(TrainingStep)[0].grads
                 x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
                 yield from self._number("gradient norm", (x, y), training=one.training)
-                yield from self._tensors("gradient", *grads, rtol=self._tensor_rtol)
+                yield from self._tensors("gradient", *grads, by_value=self._bitwise)
         params, others = one.of(WeightsAt)[0].params, other.of(WeightsAt)[0].params
         for rank, event in enumerate(other.of(WeightsAt)[1:], 1):
-            for found in self._tensors("parameter of ranks", others, event.params, rtol=0.0):
+            for found in self._tensors("parameter of ranks", others, event.params):
                 yield replace(found, counts=(0, rank))
         for event in other.of(WeightsAt):
             if not isinstance(event, TrainingStep):
@@ -322,9 +321,9 @@ class _Search:
                     "weights at the start", params, event.params, rtol=self._rtol
                 )
             elif self._with_values:
-                yield from self._tensors("parameter", params, event.params, rtol=self._tensor_rtol)
                 buffers = one.of(TrainingStep)[0].buffers
-                yield from self._tensors("buffer", buffers, event.buffers, rtol=self._tensor_rtol)
+                yield from self._tensors("parameter", params, event.params, by_value=self._bitwise)
+                yield from self._tensors("buffer", buffers, event.buffers, by_value=self._bitwise)
 
     def _samples(self, one: Point, other: Point) -> Iterator[Difference]:
         ids = one.ids, other.ids
@@ -384,14 +383,15 @@ class _Search:
         one: dict[str, Summary],
         other: dict[str, Summary],
         *,
-        rtol: float | None,
+        rtol: float = 0.0,
+        by_value: bool = True,
     ) -> Iterator[Difference]:
-        """The differences of tensors; of their names only if `rtol` is None."""
+        """The differences of tensors: of their names, and of their values unless `by_value` is False."""
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
                 present = [each[name].norm if name in each else None for each in (one, other)]
                 yield Difference(quantity, name, (present[0], present[1]))
-            elif rtol is not None:
+            elif by_value:
                 self._times[quantity] += 1
                 x, y = one[name], other[name]
                 size = max(x.norm, y.norm, 1e-30)

@@ -157,15 +157,15 @@ class PacelineHooks:
     def _without_dropout(
         self,
         argument: str,
-        at: int,
+        position: int,
         probability: float,
         function: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if len(args) > at:
-            probability = args[at]
-            args = (*args[:at], 0.0, *args[at + 1 :])
+        if len(args) > position:
+            probability = args[position]
+            args = (*args[:position], 0.0, *args[position + 1 :])
         else:
             probability = kwargs.get(argument, probability)
             kwargs[argument] = 0.0

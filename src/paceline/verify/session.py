@@ -42,7 +42,7 @@ class VerifyOptions:
     Attributes:
         script: The script and its arguments, or "-m", a module and its arguments.
         counts: Numbers of processes; the first is 1.
-        steps: Optimizer steps to watch; None for 20, and up to 200 if they are fast.
+        steps: Optimizer steps to watch; None for 20; of an audited script up to 200 if they are fast.
         strict: Whether the notes of an audit are faults.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.

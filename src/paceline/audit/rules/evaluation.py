@@ -37,6 +37,7 @@ def evaluated_twice(case: Case) -> Judgement:
     if not solo or not ordinary:
         return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
     unclear = False
+    compared = _compare(case)
     for (number, loader, _), of_ranks in ordinary.items():
         parts = [rows for rows in of_ranks if rows]
         if all(Counter(rows) == Counter(parts[0]) for rows in parts):
@@ -55,7 +56,6 @@ def evaluated_twice(case: Case) -> Judgement:
         if surplus <= 0:
             continue
         gathers = case.ranks[0].evaluations.get(number, Evaluation()).gathers_samples
-        compared = _compare(case)
         results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
         counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
         if results and all(r.is_same for r in results) and not (gathers and counts_padding):

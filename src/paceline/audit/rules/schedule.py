@@ -94,8 +94,9 @@ def _is_between(case: Case, steps: Array, speed: float) -> bool:
     """Whether the rates of these steps are 1 to N times those of one process, as in a warm-up to N times."""
     expected = np.array(_rates(case.solo.ranks[0], relative=False))
     rates = np.array(_rates(case.ranks[0], relative=False))
-    at = _at(expected, np.arange(len(rates)) * speed)  # no comparison with NaN is true
-    is_outside = (rates < (1 - _SAME_RATE) * at) | (rates > (1 + _SAME_RATE) * case.world_size * at)
+    least = _interpolated(expected, np.arange(len(rates)) * speed)  # no comparison with NaN is true
+    most = case.world_size * least
+    is_outside = (rates < (1 - _SAME_RATE) * least) | (rates > (1 + _SAME_RATE) * most)
     return not is_outside[steps].any()
 
 
@@ -114,7 +115,8 @@ def _follows_metric(case: Case) -> bool:
 
 def _place(log: RankLog) -> str:
     """The line of the schedule's step, else that of the optimizer's."""
-    return str((log.first(ScheduleStepped) or log.of(OptimizerStepBegun)[0]).at)
+    stepped = log.first(ScheduleStepped)
+    return stepped.at if stepped else log.of(OptimizerStepBegun)[0].at
 
 
 def unfinished_schedule(case: Case) -> Judgement:
@@ -191,10 +193,10 @@ def _rates(log: RankLog, *, relative: bool = True) -> list[float]:
     return [rates[step] for step in sorted(rates)]
 
 
-def _at(rates: Array, steps: Array) -> Array:
+def _interpolated(rates: Array, steps: Array) -> Array:
     """The rates at steps of one process, between two of them by interpolation; NaN where it took none."""
-    at = np.interp(steps, np.arange(len(rates)), rates)
-    return np.where(steps < len(rates) - 1, at, np.nan)
+    found = np.interp(steps, np.arange(len(rates)), rates)
+    return np.where(steps < len(rates) - 1, found, np.nan)
 
 
 def _fit(case: Case, speed: float, *, shift: float) -> Array:
@@ -204,7 +206,9 @@ def _fit(case: Case, speed: float, *, shift: float) -> Array:
     """
     expected, rates = (np.array(_rates(run.ranks[0])) for run in (case.solo, case.ordinary))
     steps = np.arange(len(rates)) * speed
-    around = np.stack([_at(expected, np.maximum(0, steps + by)) for by in (-shift, 0, shift)])
+    around = np.stack(
+        [_interpolated(expected, np.maximum(0, steps + by)) for by in (-shift, 0, shift)]
+    )
     close = np.abs(around - rates) <= _SAME_RATE * np.maximum(np.abs(around), np.abs(rates))
     between = (around.min(0) <= rates) & (rates <= around.max(0))
     fit: Array = np.where(np.isnan(around).any(0), np.nan, between | close.any(0))

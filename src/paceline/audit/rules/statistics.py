@@ -78,7 +78,7 @@ def different_untrained_models(case: Case) -> Judgement:
         _first_uses(e for e in _since_training_began(log) if e.params is not None and not e.trains)
         for log in case.ranks
     ]
-    differs = differing([{at: event.params or {} for at, event in own.items()} for own in uses])
+    differs = differing([{use: event.params or {} for use, event in own.items()} for own in uses])
     random = _models_with_random_weights(differs)
     used = {use: own for use, own in differs.items() if use.evaluation or use.model not in random}
     found = first_difference(used)
