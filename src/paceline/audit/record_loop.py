@@ -34,8 +34,8 @@ from paceline.audit.digests import (
     manual_seed,
     numbers_drawn,
     random_states,
-    states_inside,
     reals_of,
+    states_inside,
 )
 from paceline.audit.events import (
     BackwardBegun,
