@@ -17,7 +17,7 @@ import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
 from paceline.job.job import Job
 from paceline.parallel.ddp import _refuse_unused
-from paceline.parallel.modules import equalize_buffers, find_wrapper
+from paceline.parallel.modules import broadcast_state, equalize_buffers, find_wrapper
 from paceline.parallel.replica import check_parameters
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
@@ -136,6 +136,28 @@ def _construct(job: Job) -> dict[str, Any]:
     with pytest.raises(ConfigError, match=r"wrapped by paceline\.ddp already"):
         paceline.ddp(job, model)
     return facts
+
+
+class _Strided(nn.Module):
+    """Holds a parameter and a buffer whose elements do not lie side by side."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        rows = torch.arange(12.0).reshape(3, 4) + value
+        self.weight = nn.Parameter(rows[:, :2])
+        self.register_buffer("table", rows[:, 2:])
+
+
+def _broadcast(job: Job) -> list[list[list[float]]]:
+    net = _Strided(100.0 * job.rank)
+    broadcast_state(job, net, job.group)
+    return [tensor.tolist() for tensor in (net.weight, net.table)]
+
+
+def test_strided_values_become_those_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", "gloo")
+    want = [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+    assert run_ranks(_broadcast, nproc=2) == [want] * 2
 
 
 def test_construction_gives_rank_0s_values_and_leaves_the_rest() -> None:
@@ -360,6 +382,10 @@ def _facts(job: Job) -> dict[str, Any]:
         facts[what] = str(raised.value)
     with pytest.raises(ConfigError, match="sync_batchnorm"):
         paceline.ddp(job, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    expanded = nn.Linear(2, 2)
+    expanded.register_buffer("mask", torch.ones(2).expand(3, 2))
+    with pytest.raises(ConfigError, match="'mask' was made by `expand`"):
+        paceline.ddp(job, expanded)
     with pytest.raises(GradientError) as unreached:
         _unreached(job)
     assert len(unreached.value.parameters) == 8

@@ -37,6 +37,7 @@ from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
+    broadcast_tensors,
     enclosing,
     equalize_buffers,
     is_pipeline,
@@ -164,9 +165,11 @@ def fsdp(
         for layer in layers:
             if is_meta:
                 _allocate(layer, job.device, init)
-            for p in layer.parameters():
-                if job.data.group is not None and not _has_axis(p, "dp_shard"):
-                    dist.broadcast(local(p.detach()), group=job.data.group, group_src=0)
+            if job.data.group is not None:
+                whole = [
+                    local(p.detach()) for p in layer.parameters() if not _has_axis(p, "dp_shard")
+                ]
+                broadcast_tensors(job, whole, job.data.group)
             # The parameters of the root are needed when backward begins, so they stay gathered.
             frees = reshard_after_forward and layer is not module
             fully_shard(layer, reshard_after_forward=frees, **options)

@@ -98,7 +98,7 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
 
     Raises:
         ConfigError: a parameter has no shape or is on another device (`parameters`); no parameter is
-            trainable; torch's SyncBatchNorm on CPU.
+            trainable; on several ranks, a layer is torch's SyncBatchNorm, or a buffer is expanded.
     """
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -122,10 +122,27 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
             f"{type(module).__name__} has no trainable parameter.",
             fix="unfreeze some with requires_grad_(True), or do not wrap it.",
         )
-    torch_layers = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
-    if torch_layers and job.data.size > 1 and job.device.type == "cpu":
+    refuse_torch_syncbn(job, module)
+    for name, buffer in module.named_buffers():
+        strides = zip(buffer.shape, buffer.stride(), strict=True)
+        if job.world_size > 1 and any(size > 1 and stride == 0 for size, stride in strides):
+            raise ConfigError(
+                f"buffer {name!r} was made by `expand`: several of its elements share memory.",
+                why="it gets the values of rank 0, and torch cannot write to such a tensor.",
+                fix="register a copy of it: buffer.clone().",
+            )
+
+
+def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
+    """Refuse torch's SyncBatchNorm, which cannot leave the sample of a ghost micro-batch out.
+
+    In eval mode, in which plain BatchNorm runs ghosts, it skips the collectives that other ranks wait for.
+    """
+    layers = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if layers and job.data.size > 1:
         raise ConfigError(
-            f"{listed(torch_layers)}: torch's SyncBatchNorm does not work on CPU.",
+            f"{listed(layers)}: torch's SyncBatchNorm is not supported on several ranks.",
+            why="it cannot leave a sample out, as ranks with fewer samples need it, and does not run on CPU.",
             fix="paceline.sync_batchnorm(job, model) converts it.",
         )
 
@@ -233,9 +250,19 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
 
 def broadcast_state(job: Job, module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Give all ranks of `group` the parameters and buffers of its first rank."""
+    broadcast_tensors(job, (*module.parameters(), *module.buffers()), group)
+
+
+def broadcast_tensors(
+    job: Job, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
     try:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        for tensor in tensors:
+            # Gloo sends the memory from the first element on, whatever the strides are.
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, group=group, group_src=0)
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(sent)
     except RuntimeError as error:
         job.reraise(error)
 

@@ -24,7 +24,7 @@ from paceline.errors import ConfigError, StepError, listed, refuse_different_val
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
-from paceline.parallel.modules import is_pipeline, unwrap
+from paceline.parallel.modules import is_pipeline, refuse_torch_syncbn, unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
@@ -248,9 +248,10 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
 
     In place: BatchNorm1d, 2d, 3d and torch's SyncBatchNorm become `SyncBatchNorm`, with the same
     parameters, buffers, hooks and names in the state. Subclasses with their own forward are not
-    converted. Call it before or after `paceline.ddp`. It also converts in a job of one process, so that one
-    process uses the same formulas as several. A module without BatchNorm is returned unchanged, with a line
-    in the log, so that a script whose model is an option can always call it.
+    converted. Call it before or after `paceline.ddp`, which refuses torch's SyncBatchNorm. It also converts
+    in a job of one process, so that one process uses the same formulas as several. A module without
+    BatchNorm is returned unchanged, with a line in the log, so that a script whose model is an option can
+    always call it.
 
     Raises:
         ConfigError: a BatchNorm layer has no shape yet.
@@ -294,7 +295,7 @@ def _convert(layer: nn.Module, link: _Link) -> None:
 
 
 def agree_on_layers(job: Job, models: Sequence[nn.Module]) -> None:
-    """Check that the ranks have converted the same BatchNorm layers, and none in a pipeline.
+    """Check that the ranks have converted the same BatchNorm layers. Refuse torch's, and any in a pipeline.
 
     Raises:
         RankDisagreement, ConfigError: on all ranks.
@@ -312,6 +313,8 @@ def agree_on_layers(job: Job, models: Sequence[nn.Module]) -> None:
     if not in_stages:
         fix = "call paceline.sync_batchnorm(job, model) on all ranks, or on none."
         refuse_different_values("names of synchronised BatchNorm layers", each, fix=fix)
+        for model in models:
+            refuse_torch_syncbn(job, unwrap(model))
     elif any(each) and job.data.size > 1:
         raise ConfigError(
             "SyncBatchNorm is not supported in a pipeline.",
@@ -359,7 +362,7 @@ class GhostMode:
 
 
 def plain_batchnorms(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers that normalise by the samples of their rank only.
+    """Names of the BatchNorm layers that `sync_batchnorm` has not converted.
 
     Layers in eval mode with running statistics are not listed: they give the same output on all ranks.
     """
@@ -367,7 +370,7 @@ def plain_batchnorms(model: nn.Module) -> list[str]:
         name
         for name, layer in unwrap(model).named_modules()
         if isinstance(layer, _KINDS)
-        and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        and not isinstance(layer, SyncBatchNorm)
         and (layer.training or layer.running_mean is None)
     ]
 
