@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from pathlib import Path
@@ -282,6 +283,54 @@ def test_parameters_and_batchnorms_that_are_trained_later_count() -> None:
     assert {end[0] for end in ends} == {ends[0][0]}
     torch.testing.assert_close(ends[0][1], plain[1])
     assert ends[0][2] == plain[2] > 0
+
+
+class _Unequal(nn.Module):
+    """Two weights of one shape, and an empty one. Gradients of the second have some elements near 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.logspace(0, -14, 6)
+        out: torch.Tensor = (1e4 * self.first(x) + self.second(x * sizes))[:, :3]
+        return out + self.empty.sum()
+
+
+def _thaws(job: Any, begin: int, end: int, state: Any, first: range, second: range) -> Any:
+    """Steps `begin + 1` to `end`, in which the weights are trained in these ranges of steps."""
+    torch.manual_seed(0)
+    net = _Unequal()
+
+    def freeze(number: int) -> None:
+        net.first.requires_grad_(number in first)
+        net.second.requires_grad_(number in second)
+
+    freeze(begin + 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-5, eps=1e-30)
+    batches = paceline.Batches(job, _data(), global_batch=22, micro_batch=4)
+    training = paceline.Training(job, net, optimizer, batches, reproducible=True)
+    if state is not None:
+        training.load_state_dict(state)
+    for step in training.steps(until=end):
+        freeze(step.number)
+        step.run(lambda batch: loss_sum(net, batch))
+        step.update()
+    return training.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(range(1, 4), range(4, 7)), (range(1, 3), range(1, 7)), (range(1, 7), range(2, 3))],
+)
+def test_a_resume_around_frozen_parameters_is_bit_equal(first: range, second: range) -> None:
+    with paceline.join() as job:
+        straight = _thaws(job, 0, 6, None, first, second)
+        half = copy.deepcopy(_thaws(job, 0, 2, None, first, second))
+        resumed = _thaws(job, 2, 6, half, first, second)
+        assert digest(resumed) == digest(straight)
 
 
 def test_what_was_pinned_is_given_back() -> None:

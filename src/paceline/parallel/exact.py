@@ -68,8 +68,7 @@ class ExactStrategy(ReplicaStrategy):
         batches.align()
         self._micro_batch = batches.micro_batch
         self._most_micro_batches = -(-batches.global_batch // batches.micro_batch)
-        self._sum = self._sum_of_trained()
-        self._loaded_exponents: list[int] | None = None
+        self._sum = self._sum_of(self._trained_parameters())
         modules = [unwrap(model) for model in self._models]
         if any(map(has_sparse_layer, modules)):
             raise ConfigError(
@@ -107,20 +106,19 @@ class ExactStrategy(ReplicaStrategy):
 
     def _trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of the optimizers that require a gradient now; later it may be others."""
-        trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
+        owned = owned_parameters(*self._optimizers)
+        # Those without elements need no sum, and have no largest gradient.
+        trained = {id(p): p for p in owned if p.requires_grad and p.numel()}
         return list(trained.values())  # once, if several optimizers own one
 
-    def _sum_of_trained(self) -> ExactSum:
-        return ExactSum(
-            self._job, self._trained_parameters(), most_micro_batches=self._most_micro_batches
-        )
+    def _sum_of(self, parameters: Sequence[torch.Tensor]) -> ExactSum:
+        return ExactSum(self._job, parameters, most_micro_batches=self._most_micro_batches)
 
     def begin_step(self, step: PlannedStep) -> None:
         super().begin_step(step)
         self._step_offset = step.offset
-        if not self._sum.has(self._trained_parameters()):
-            self._sum = self._sum_of_trained()
-            self._sum.load_exponents(self._loaded_exponents)
+        if not self._sum.has(trained := self._trained_parameters()):
+            self._sum = self._sum_of(trained)
         self._sum.begin()
         for batchnorm in self._batchnorms:
             batchnorm.begin(-(-step.num_samples // self._micro_batch))
@@ -213,13 +211,28 @@ class ExactStrategy(ReplicaStrategy):
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
 
+    def _named_parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}.{name}": p
+            for number, model in enumerate(self._models)
+            for name, p in unwrap(model).named_parameters()
+        }
+
     def state_dict(self) -> Any:
-        return {"exponents": self._sum.exponents, "threads": torch.get_num_threads()}
+        names = {id(p): name for name, p in self._named_parameters().items()}
+        return {
+            "exponents": self._sum.exponents,
+            "parameters": [names.get(id(p)) for p in self._sum.parameters],
+            "threads": torch.get_num_threads(),
+        }
 
     def load_state_dict(self, state: Any) -> None:
-        # Saved after a parameter was unfrozen or added, they may belong to more than are trained now.
-        self._loaded_exponents = state["exponents"]
-        self._sum.load_exponents(self._loaded_exponents)
+        # The parameters that are trained now may be others: the script may have frozen or unfrozen some.
+        named = self._named_parameters()
+        saved = state.get("parameters", ())  # older releases did not save them
+        if summed := [named[name] for name in saved if name in named]:
+            self._sum = self._sum_of(summed)
+        self._sum.load_exponents(state["exponents"])
         torch.set_num_threads(state["threads"])
 
 
@@ -264,18 +277,18 @@ class ExactSum:
         self, job: Job, parameters: Sequence[torch.Tensor], *, most_micro_batches: int
     ) -> None:
         self._job = job
-        self._parameters = list(parameters)
-        self._ids = {id(p) for p in self._parameters}
-        if any(not p.dtype.is_floating_point or p.is_sparse for p in self._parameters):
+        self.parameters = list(parameters)
+        self._ids = {id(p) for p in self.parameters}
+        if any(not p.dtype.is_floating_point or p.is_sparse for p in self.parameters):
             raise ConfigError(
                 "reproducible training needs real, dense parameters.",
                 fix="leave reproducible=True out, or replace complex and sparse parameters.",
             )
         # Shards of equal size for the exchange.
-        elements = sum(p.numel() for p in self._parameters)
+        elements = sum(p.numel() for p in self.parameters)
         self._shard = -(-elements // job.data.size)
-        device = self._parameters[0].device
-        widest = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters))
+        device = self.parameters[0].device
+        widest = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters))
         whole = self._shard * job.data.size
         self._sums = torch.zeros(whole, dtype=torch.int64, device=device)
         self._gradient = torch.empty(whole, dtype=widest, device=device)
@@ -291,17 +304,17 @@ class ExactSum:
 
     def load_exponents(self, exponents: list[int] | None) -> None:
         """Take exponents of an earlier sum, if they belong to as many parameters. Else a step finds them."""
-        if exponents is not None and len(exponents) == len(self._parameters):
+        if exponents is not None and len(exponents) == len(self.parameters):
             self.exponents = exponents
 
     def begin(self) -> None:
         # Whether the sum of a parameter still holds values of an earlier step.
-        self._is_outdated = [True] * len(self._parameters)
-        self._seen_exponents = [_NONE] * len(self._parameters)
+        self._is_outdated = [True] * len(self.parameters)
+        self._seen_exponents = [_NONE] * len(self.parameters)
 
     def add(self) -> None:
         """Add the gradients of one micro-batch, and remove them from the parameters."""
-        gradients = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        gradients = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
         largest = torch._foreach_norm([gradient for _, gradient in gradients], float("inf"))
         # One transfer for all values, because each transfer waits for the device.
         values = torch.stack([value.double() for value in largest]).tolist() if largest else []
@@ -309,14 +322,14 @@ class ExactSum:
             self._seen_exponents[i] = max(self._seen_exponents[i], _exponent_of(value))
         if self.exponents is not None:
             offset = 0
-            for i, p in enumerate(self._parameters):
+            for i, p in enumerate(self.parameters):
                 if p.grad is not None:
                     scale = 2.0 ** self._shift(self.exponents[i])
                     self._add(p.grad.reshape(-1), offset, scale, first=self._is_outdated[i])
                     self._is_outdated[i] = False
                 offset += p.numel()
         for i, _ in gradients:
-            self._parameters[i].grad = None
+            self.parameters[i].grad = None
 
     def _add(self, gradient: torch.Tensor, offset: int, scale: float, *, first: bool) -> None:
         for at in range(0, len(gradient), _CHUNK):
@@ -363,7 +376,7 @@ class ExactSum:
         assert self.exponents is not None
         job, size = self._job, self._shard
         offset = 0
-        for p, is_outdated in zip(self._parameters, self._is_outdated, strict=True):
+        for p, is_outdated in zip(self.parameters, self._is_outdated, strict=True):
             if is_outdated:
                 self._sums[offset : offset + p.numel()] = 0
             offset += p.numel()
@@ -392,7 +405,7 @@ class ExactSum:
     def _to_floats(self, own: torch.Tensor, mine: torch.Tensor, *, first: int) -> None:
         assert self.exponents is not None
         offset = 0
-        for p, exponent in zip(self._parameters, self.exponents, strict=True):
+        for p, exponent in zip(self.parameters, self.exponents, strict=True):
             begin = max(offset, first) - first
             end = min(offset + p.numel(), first + len(mine)) - first
             scale = 2.0 ** -self._shift(exponent)
@@ -405,7 +418,7 @@ class ExactSum:
 
     def _set_gradients(self) -> None:
         offset = 0
-        for p, seen in zip(self._parameters, self._seen_exponents, strict=True):
+        for p, seen in zip(self.parameters, self._seen_exponents, strict=True):
             if seen != _NONE:
                 gradient = self._gradient[offset : offset + p.numel()].view_as(p).to(p.dtype)
                 p.grad = gradient if seen != _INFINITE else torch.full_like(p, math.nan)
