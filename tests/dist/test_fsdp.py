@@ -181,6 +181,17 @@ class Scaled(Block):
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
 
+class InPlace(nn.Module):
+    """Its `reset_parameters` writes to a parameter without `torch.no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1.0)
+
+
 class Buffered(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -206,6 +217,7 @@ def _started_on_meta(job: Any) -> Any:
     whole = {name: _whole(value) for name, value in model.state_dict().items()}
     with torch.device("meta"):
         other = Net()
+        other.in_place = InPlace()
     paceline.fsdp(job, other)
     assert not any(p.is_meta for p in other.parameters())
     return max(held), digest(whole)
@@ -369,7 +381,8 @@ WRONG = {
     "offload": "cpu_offload has no effect",
     "prefetch": "prefetch must be a number of blocks",
     "meta": "blocks.1 (Scaled) is on the meta device and has no `reset_parameters`",
-    "unfilled": "`reset_parameters` of Buffered does not fill 'scale'",
+    "unfilled": "`reset_parameters` does not fill 'scale' of Buffered",
+    "unfilled by init": "`init` does not fill 'weight' of Linear",
     "large": "the parameters of blocks.1 need 3725.3 GiB; the device has",
     "ddp": "ddp keeps the whole model on each rank, but the mesh is dp_shard=2",
     "exact": "reproducible",
@@ -398,6 +411,9 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "unfilled":
         with torch.device("meta"):
             net.blocks[1] = Buffered()
+    if kind == "unfilled by init":
+        with torch.device("meta"):
+            net.blocks[1] = nn.Linear(7, 7)
     if kind == "large":
         with torch.device("meta"):
             net.blocks[1] = nn.Linear(10**6, 10**6)
@@ -411,6 +427,7 @@ def _refused(job: Any, kind: str) -> None:
         net = nn.parallel.DistributedDataParallel(net)  # type: ignore[assignment]
     options: dict[str, Any] = {
         "init": {"init": _fill},
+        "unfilled by init": {"init": lambda layer: None},
         "offload": {"cpu_offload": True},
         "prefetch": {"prefetch": -1},
     }.get(kind, {})

@@ -56,6 +56,10 @@ class _Normed(Attention):
         return out
 
 
+class _Fixed(_Normed):
+    num_heads = property(lambda self: HEADS)
+
+
 def _with_parameters_between() -> GPT:
     net = GPT()
     for layer in net.layers:
@@ -272,6 +276,7 @@ WRONG = {
     "kind": "plan: norm is a LayerNorm, which 'colwise' cannot split",
     "features": "fc1 has 7 output features, which do not divide by tp=2",
     "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
+    "fixed": "layers.0.attention has the read-only property num_heads",
     "unknown": "no plan for tensor parallel is known for Linear",
     "halves": "no plan for tensor parallel is known for Halves",
     "between": "different gradients of layers.0.attention.scale.weight, layers.1.attention.scale.weight.",
@@ -323,6 +328,8 @@ def _refused(job: Any, kind: str) -> None:
         net = Odd()
     if kind == "heads":
         net.layers[0].attention.n_heads = 3
+    if kind == "fixed":
+        net.layers[0].attention = _Fixed()
     if kind == "unknown":
         net = nn.Linear(2, 2)
     if kind == "halves":

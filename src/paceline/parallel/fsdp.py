@@ -294,19 +294,19 @@ def _allocate(
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             setattr(layer, name, new[tensor])
-        if own and init is not None:
-            with torch.no_grad():
-                init(layer)
-        elif own:
-            layer.reset_parameters()  # type: ignore[operator]
-            for name, _ in own:
-                tensor = getattr(layer, name)
-                if tensor.numel() and tensor.isnan().all():
-                    raise ConfigError(
-                        f"`reset_parameters` of {type(layer).__name__} does not fill {name!r}.",
-                        why="the module was on the meta device, so its values are not known.",
-                        fix="pass init=, a function that fills the parameters and buffers of one submodule.",
-                    )
+        if not own:
+            continue
+        with torch.no_grad():
+            init(layer) if init is not None else layer.reset_parameters()  # type: ignore[operator]
+        for name, _ in own:
+            tensor = getattr(layer, name)
+            if tensor.numel() and tensor.isnan().all():
+                function = "reset_parameters" if init is None else "init"
+                raise ConfigError(
+                    f"`{function}` does not fill {name!r} of {type(layer).__name__}.",
+                    why="the module was on the meta device, so its values are not known.",
+                    fix="pass init=, a function that fills all parameters and buffers of one submodule.",
+                )
 
 
 def _prefetch(module: nn.Module, number: int) -> None:

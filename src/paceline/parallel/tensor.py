@@ -230,6 +230,13 @@ def _refuse_uneven(module: nn.Module, styles: Mapping[str, str | ParallelStyle],
                 why="each rank computes whole heads.",
                 fix=f"choose a tp that divides {heads}.",
             )
+        known = getattr(type(module.get_submodule(parent)), attribute, None)
+        if size > 1 and isinstance(known, property) and known.fset is None:
+            raise ConfigError(
+                f"{parent or 'the module'} has the read-only property {attribute}.",
+                why="each rank computes its share of the heads, so the number is divided by tp.",
+                fix=f"keep {attribute} as an attribute of the module.",
+            )
 
 
 def _refuse_fused(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> None:
@@ -326,7 +333,11 @@ def _disable_loss_parallel() -> None:
 
 
 def _sequence_blocks(module: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> list[str]:
-    """The blocks between which the sequence is split, in their order."""
+    """The blocks between which the sequence is split, in their order.
+
+    A block has submodules that hold split layers, such as attention. Modules whose split layers are all their
+    own children do not count: a model may keep attention and feed-forward modules in two separate lists.
+    """
     split = {name.rpartition(".")[0] for name, style in styles.items() if style == ROWWISE}
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
