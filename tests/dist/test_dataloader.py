@@ -509,6 +509,11 @@ class Growing(Sampler[int]):
         return iter(range(5 + self.epoch))
 
 
+class Circular(Growing):
+    def __init__(self) -> None:
+        self.itself = self
+
+
 class Uncopied(Stateful):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("cannot be copied")
@@ -610,9 +615,9 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         lambda job: Batches(job, DataLoader(DATA, sampler=Uncopied())),
     ),
     (
-        "Growing gives 6 indices in epoch 1 and 5 in epoch 0",
+        "Circular gives 6 indices in epoch 1 and 5 in epoch 0",
         DataError,
-        lambda job: _read(Batches(job, DataLoader(DATA, sampler=Growing()))),
+        lambda job: _read(Batches(job, DataLoader(DATA, sampler=Circular()))),
     ),
     (
         "sample 5 is None",

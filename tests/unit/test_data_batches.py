@@ -36,7 +36,7 @@ from paceline.clock.step_clock import DATA, clock
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
-from paceline.data.samples import rows_left
+from paceline.data.samples import Samples, rows_left
 from paceline.data.workers import Workers, _kill_all
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import rng
@@ -213,6 +213,14 @@ def test_set_epoch_is_called_in_time_through_subsets(job: Job, workers: int) -> 
         Batches(job, data, global_batch=2, workers=workers), epochs=3
     ):
         assert all(set(batch[1]) == {epoch} for batch, *_ in micros)
+
+
+def test_an_evaluation_leaves_the_epoch_of_a_shared_dataset(job: Job) -> None:
+    shared = Epochal()
+    validation = EvaluationBatches(job, Subset(shared, [4]))
+    for step in Batches(job, Subset(shared, range(4)), global_batch=2).iterate(START, epochs=2):
+        assert [micro.batch[1].tolist() for micro in step] == [[step.epoch] * 2]
+        assert [one.batch[1].tolist() for one in validation] == [[0]]
 
 
 def test_a_subset_keeps_what_its_set_offers_and_numbers_samples_itself(job: Job) -> None:
@@ -728,6 +736,19 @@ def test_workers_end_at_once_with_the_process_that_started_them(tmp_path: Path) 
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, env=environ, timeout=40)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "moves", "pins"),
+    [("cpu", True, True), ("cuda:0", True, False), ("cuda:1", False, False)],
+)
+def test_tensors_of_another_gpu_are_moved(
+    job: Job, device: str, moves: bool, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(Samples, "ids_device", torch.device(device))
+    loader: Any = Batches(job, TensorDataset(torch.arange(4)), global_batch=2)._loader
+    assert (loader._moves, loader._pins) == (moves, pins)
 
 
 def test_batches_of_tensors_begin_at_aligned_addresses(job: Job) -> None:

@@ -366,13 +366,16 @@ def _copy(sampler: Any) -> Any:
     return copy.deepcopy(sampler, {id(each): each for _, each in _parts(sampler, Dataset)})
 
 
-def _parts(sampler: Any, kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
+def _parts(
+    sampler: Any, kind: type, path: str = "", parents: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """The attributes of this type of a sampler and of the samplers in it, with their dotted names."""
+    parents = (*parents, sampler)
     for name, value in list(vars(sampler).items()) if hasattr(sampler, "__dict__") else ():
         if isinstance(value, kind):
             yield path + name, value
-        elif isinstance(value, Sampler):
-            yield from _parts(value, kind, f"{path}{name}.")
+        elif isinstance(value, Sampler) and all(value is not parent for parent in parents):
+            yield from _parts(value, kind, f"{path}{name}.", parents)
 
 
 class DividedStream:

@@ -92,8 +92,8 @@ class LocalLoader(Loader):
         self.plan = plan
         self._samples = samples
         self._ids_device = samples.ids_device
-        self._moves = self._ids_device.type != job.device.type
-        self._pins = self._moves and job.device.type == "cuda"
+        self._moves = self._ids_device != job.device
+        self._pins = self._ids_device.type == "cpu" and job.device.type == "cuda"
         row_bytes = sum(t[:1].numel() * t.element_size() for t in samples.tensors or ())
         self._rows_per_read = 0 if self._moves else _READ_BYTES // max(row_bytes, 1)
         self._read_ids: torch.Tensor | None = None

@@ -37,6 +37,9 @@ from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
 
+# Attribute of a dataset: the epoch that `set_epoch` has set last.
+_EPOCH = "_paceline_epoch"
+
 
 @dataclass
 class ReadErrors:
@@ -125,7 +128,9 @@ class Samples:
         self._purpose = purpose
         self._collate = collate or default_collate
         self._epoch = -1
-        self._epoch_setters = _epoch_setters(dataset)
+        self._epochal = [
+            each for each in _layers(dataset) if callable(getattr(each, "set_epoch", None))
+        ]
         self._dataset, self._rows = _unwrap_subsets(dataset)
         self.tensors = _plain_tensors(self._dataset) if collate is None else None
         if self.tensors and self._rows is not None:
@@ -162,10 +167,13 @@ class Samples:
         """
         if self.tensors is not None:
             return self._read_tensors(self.tensors, ids, pin)
-        if epoch != self._epoch:
-            for set_epoch in self._epoch_setters:
-                set_epoch(epoch)
-            self._epoch = epoch
+        for layer in self._epochal:
+            # An evaluation may read another part of the same dataset, in an epoch of its own.
+            attributes = getattr(layer, "__dict__", {})
+            if epoch != self._epoch or epoch != attributes.get(_EPOCH):
+                layer.set_epoch(epoch)
+                attributes[_EPOCH] = epoch
+        self._epoch = epoch
         seeds_globals = self._sample_randomness and not self._takes_generator
         in_worker = self.errors.worker is not None
         with keep_globals() if seeds_globals and not in_worker else contextlib.nullcontext():
@@ -258,11 +266,6 @@ def _layers(dataset: Any) -> list[Any]:
     while type(layers[-1]) is Subset:
         layers.append(layers[-1].dataset)
     return layers
-
-
-def _epoch_setters(dataset: Any) -> list[Callable[[int], Any]]:
-    setters = [getattr(layer, "set_epoch", None) for layer in _layers(dataset)]
-    return [setter for setter in setters if callable(setter)]
 
 
 def _unwrap_subsets(dataset: Any) -> tuple[Any, torch.Tensor | None]:
