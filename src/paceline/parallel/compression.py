@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,13 @@ def refuse_compression(compress: Any, *, fixed_buckets: bool) -> None:
         )
 
 
+class SquaredNorms(NamedTuple):
+    """Of a bucket: the norm of what compression changed, and of the exact gradient, both squared."""
+
+    error: torch.Tensor
+    gradient: torch.Tensor
+
+
 class Compression:
     """The communication hook of one wrapped model, and its measurements.
 
@@ -106,7 +113,8 @@ class Compression:
         if self._hook is None:
             options = compress if isinstance(compress, PowerSGD) else PowerSGD()
             if isinstance(self._group, ShmGroup):
-                # The hook starts collectives in callbacks of others, where the thread of the shm group waits.
+                # The hook starts a collective in the callback of the one before, and waits for it there. In
+                # the shm group the thread that completes collectives runs it, and would wait for itself.
                 self._group = job.data.control
             self._power = powerSGD_hook.PowerSGDState(
                 self._group,
@@ -117,7 +125,7 @@ class Compression:
             self._hook = powerSGD_hook.powerSGD_hook
         self._steps = 0
         self._saved_bytes = 0
-        self._squares: list[torch.Tensor] = []  # of each bucket: of the error, and of the gradient
+        self._squares: list[SquaredNorms] = []  # of each bucket
         # A function without annotations and with another name: torch refuses its bf16 hook by name on CPU.
         wrapper.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
@@ -157,12 +165,12 @@ class Compression:
         return future
 
     def _measure(self, exact: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        difference = torch.linalg.vector_norm(result - exact).double().square()
-        self._squares += [difference, torch.linalg.vector_norm(exact).double().square()]
+        error, gradient = (torch.linalg.vector_norm(x).double() for x in (result - exact, exact))
+        self._squares.append(SquaredNorms(error.square(), gradient.square()))
         return result
 
-    def measurement(self) -> tuple[int, list[torch.Tensor]] | None:
-        """After a measured step: the bytes that this rank did not send, and the squares of norms, once."""
+    def measurement(self) -> tuple[int, list[SquaredNorms]] | None:
+        """After a measured step: the bytes that this rank did not send, and norms of each bucket, once."""
         if not self._squares:
             return None
         measured, self._squares = (self._saved_bytes, self._squares), []

@@ -106,7 +106,10 @@ def ddp(
         known = known_parameters(wrapper)
         if isinstance(job.data.group, ShmGroup):
             job.data.group.share_gradients(p for _, p in known)
-        _lay_out_buckets(wrapper)
+        if (
+            is_final
+        ):  # else torch needs a real backward to learn the graph or the form of sparse gradients
+            _lay_out_buckets(wrapper)
         if compress is not None:
             wrapper.compression = Compression(job, wrapper, compress, float(bucket_mb))
     except RuntimeError as error:
@@ -142,8 +145,6 @@ def _lay_out_buckets(wrapper: Replica) -> None:
     gradients of 3 and more ranks are added. Otherwise the first step of a resumed run would differ from the
     same step of an uninterrupted run.
     """
-    if wrapper.static_graph or wrapper.find_unused_parameters or has_sparse_layer(wrapper):
-        return  # torch needs a real backward to learn the graph or the form of sparse gradients
     hook = torch_private.find("torch.distributed.Reducer._autograd_hook")
     if hook is None:
         return
@@ -279,9 +280,9 @@ class DDPStrategy(ReplicaStrategy):
         if not found:
             return {}
         squares = [square for _, each in found for square in each]
-        error = torch.stack(squares[::2]).sum() / torch.stack(squares[1::2]).sum()
+        errors, gradients = (torch.stack(each).sum() for each in zip(*squares, strict=True))
         return {
-            "compression_error": error.sqrt(),
+            "compression_error": (errors / gradients).sqrt(),
             "compression_saved_bytes": sum(saved for saved, _ in found),
         }
 

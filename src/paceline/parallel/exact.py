@@ -38,10 +38,10 @@ from paceline.parallel.strategy import Strategy
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
 _MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
-_LEAST_BITS = 24  # of the largest element of a gradient, as many as float32 has
+_LEAST_BITS = 24  # the largest element of a gradient keeps at least these, as many as float32 has
 _CHUNK = 1 << 15  # elements converted at once, so that the intermediate values stay in the cache
-# Exponents that are no exponents: of a gradient of NaN or infinity, of zeros, and of no gradient. The order
-# counts, because ranks take the largest.
+# Special values in place of an exponent: NaN or infinity, all zeros, no gradient. They are ordered, because
+# ranks take the maximum.
 _INFINITE, _ZERO, _NONE = 2**30, -(2**30), -(2**30) - 1
 _LOSS_GRID = 2.0**-24  # losses are multiples of this; below 2^28 their sums are exact in float64
 
@@ -358,9 +358,9 @@ class ExactSum:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
         self._seen_exponents = largest.tolist()
         # A gradient that is far smaller than its scale allows would lose digits, or become 0.
-        room = max(_MARGIN_BITS, _BITS - self._count_bits - _LEAST_BITS)
+        max_gap_bits = max(_MARGIN_BITS, _BITS - self._count_bits - _LEAST_BITS)
         fitted = self.exponents is not None and all(
-            allowed - room <= seen <= allowed or seen in (_INFINITE, _ZERO, _NONE)
+            allowed - max_gap_bits <= seen <= allowed or seen in (_INFINITE, _ZERO, _NONE)
             for seen, allowed in zip(self._seen_exponents, self.exponents, strict=True)
         )
         if not fitted:

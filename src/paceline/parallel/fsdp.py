@@ -41,7 +41,7 @@ from paceline.parallel.modules import (
     enclosing,
     equalize_buffers,
     is_pipeline,
-    is_sharded,
+    is_split,
     local,
     names_matching,
     owned_parameters,
@@ -368,7 +368,7 @@ class FSDPStrategy(Strategy):
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return all(map(is_sharded, models)) and not any(map(is_pipeline, models))
+        return all(map(is_split, models)) and not any(map(is_pipeline, models))
 
     def check(self) -> None:
         owned = {id(p) for p in owned_parameters(*self._optimizers)}

@@ -30,7 +30,7 @@ SPLIT_BY = "_paceline_split_by"
 PIPELINE = "_paceline_pipeline"
 
 
-class OtherStage(StepError):
+class NoOutputOnThisStage(StepError):
     """Raised by a forward without gradients on ranks that do not hold the last stage of a pipeline."""
 
 
@@ -45,8 +45,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model if wrapped is None else unwrap(wrapped)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `paceline.fsdp` has sharded `model`, or another function split it, compiled or not."""
+def is_split(model: nn.Module) -> bool:
+    """Whether `fsdp`, `tensor_parallel` or `pipeline` has split the parameters of `model` over ranks."""
     return SPLIT_BY in unwrap(model).__dict__
 
 

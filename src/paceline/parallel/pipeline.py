@@ -161,7 +161,7 @@ class PipelineStrategy(Strategy):
         self._has_run = step.num_micro_batches > 0
         self._times = self._runner.run(step)
 
-    def step_count(self, count: float | torch.Tensor) -> torch.Tensor:
+    def sum_loss_count(self, count: float | torch.Tensor) -> torch.Tensor:
         """The count of the last stage, on all stages. The same all-reduce sums the times."""
         device = self._job.device
         own = torch.as_tensor(count, dtype=torch.float64, device=device)  # 0 on other stages
@@ -232,14 +232,14 @@ class PipelineStrategy(Strategy):
     def wants(self, path: str) -> bool:
         # A path is "models.0.NAME" or "optimizers.0.state.0.NAME.KEY", where NAME is that of a parameter.
         kind, _, rest = path.partition(".0.")
-        others = self._runner.others()
+        others = self._runner.names_on_other_stages()
         if kind == "models":
             return rest not in others
         _, _, name = rest.partition("state.0.")
         return kind != "optimizers" or name.rpartition(".")[0] not in others
 
     def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
-        others = self._runner.others()
+        others = self._runner.names_on_other_stages()
         optimizers = [
             {
                 **each,

@@ -42,7 +42,7 @@ from paceline.data.device import copy_tensors, tensors_of
 from paceline.errors import EvaluationError, StepError, listed
 from paceline.job.job import Job
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
-from paceline.parallel.modules import OtherStage, enclosing
+from paceline.parallel.modules import NoOutputOnThisStage, enclosing
 from paceline.parallel.pipeline_stages import LOOPED
 from paceline.parallel.stage_forward import SENDABLE, ModelPart
 from paceline.parallel.strategy import ScheduledStep
@@ -191,7 +191,7 @@ class StageRunner:
         received: torch.Tensor | None,
     ) -> Any:
         """A stage of a micro-batch: the tensor to send, or what the model returns."""
-        with step.forward(index, stage):
+        with step.forward_context(index, stage):
             return self._part.forward(stage, *arguments, received)
 
     def _forward_or_loss(
@@ -248,8 +248,8 @@ class StageRunner:
         """The arguments with which the loss function calls the model."""
         self._mode = "capture"
         try:
-            with step.forward(index, 0):
-                step.call(index)
+            with step.forward_context(index, 0):
+                step.call_loss_function(index)
         except _Captured as captured:
             args, kwargs = captured.args
             return args, kwargs
@@ -265,8 +265,8 @@ class StageRunner:
         """The weighted loss of a micro-batch from the model's output, on the last stage."""
         self._mode, self._output = "output", output
         try:
-            with step.forward(index, 0):
-                result = step.call(index)
+            with step.forward_context(index, 0):
+                result = step.call_loss_function(index)
         finally:
             self._mode, self._output = "refuse", None
         loss, has_gradient = step.weigh(index, result)
@@ -307,7 +307,7 @@ class StageRunner:
         )
         if self._has_last:
             return output
-        raise OtherStage(
+        raise NoOutputOnThisStage(
             f"rank {self._job.rank} has no output of the model, because it holds stage "
             f"{self._part.own_stages[-1]}.",
             why=f"the last of the {len(self._part.stages)} stages has it.",
@@ -372,7 +372,7 @@ class StageRunner:
 
     # State.
 
-    def others(self) -> set[str]:
+    def names_on_other_stages(self) -> set[str]:
         """The names of parameters and buffers that only other ranks hold."""
         return {name for name, owned in self.owners.items() if owned.rank not in (None, self._rank)}
 

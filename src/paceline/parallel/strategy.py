@@ -22,7 +22,7 @@ from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.modules import is_sharded, unwrap, warn_untrained
+from paceline.parallel.modules import is_split, unwrap, warn_untrained
 
 
 class ScheduledStep(Protocol):
@@ -34,14 +34,14 @@ class ScheduledStep(Protocol):
 
     num_micro_batches: int
 
-    def forward(self, index: int, stage: int) -> AbstractContextManager[None]:
+    def forward_context(self, index: int, stage: int) -> AbstractContextManager[None]:
         """The context of a forward: precision, and dropout's generator seeded for micro-batch and stage."""
 
-    def call(self, index: int) -> Any:
+    def call_loss_function(self, index: int) -> Any:
         """What the user's loss function returns for a micro-batch."""
 
     def weigh(self, index: int, result: Any) -> tuple[torch.Tensor, bool]:
-        """Check and record a result of `call`. The last call counts.
+        """Check and record a result of `call_loss_function`. The last call counts.
 
         Returns:
             The loss to differentiate, and whether it has a gradient. A mean over no tokens has none.
@@ -95,8 +95,11 @@ class Strategy:
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        """Whether this strategy trains models that are wrapped like these. At most one strategy fits."""
-        return job.world_size == 1 and not any(map(is_sharded, models))
+        """Whether this strategy trains models that are wrapped like these.
+
+        Among the strategies with the same `is_reproducible`, at most one fits.
+        """
+        return job.world_size == 1 and not any(map(is_split, models))
 
     def check(self) -> None:
         """Check that each trained parameter gets its gradient from all ranks.
@@ -148,8 +151,8 @@ class Strategy:
         """Run forward and backward of all micro-batches, if `runs_micro_batches`."""
         raise NotImplementedError
 
-    def step_count(self, count: float | torch.Tensor) -> float | torch.Tensor:
-        """The count of this data rank's losses after `run_micro_batches`, given the count of this rank."""
+    def sum_loss_count(self, count: float | torch.Tensor) -> float | torch.Tensor:
+        """The loss count of this data rank after `run_micro_batches`, summed over a pipeline's stages."""
         return count
 
     def finish(self, optimizer: Optimizer) -> None:

@@ -403,7 +403,7 @@ def _split_sequence(
         if parent in blocks or enclosing(parent, blocks):
             gathering.add(name if parent in blocks else parent)
     for path in gathering:
-        # Before torch's hook on the layer, which takes its input for a whole one.
+        # `prepend`: this hook must run before `ColwiseParallel`'s, which treats its input as replicated.
         module.get_submodule(path).register_forward_pre_hook(
             before(gather), with_kwargs=True, prepend=True
         )

@@ -33,11 +33,11 @@ from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.modules import (
     PIPELINE,
-    OtherStage,
+    NoOutputOnThisStage,
     equalize_buffers,
     find_wrapper,
     free_gathered,
-    is_sharded,
+    is_split,
     unwrap,
 )
 from paceline.parallel.replica import Replica
@@ -146,7 +146,7 @@ def evaluate(
     Collective: all ranks, same arguments.
     """
     job.refuse_if_left()
-    sharded = is_sharded(model)  # then each forward is a collective
+    sharded = is_split(model)  # then each forward is a collective
     job.settle()
     if job.peers is not None and job.peers.is_in_step:
         collectives.gather_in_step(
@@ -196,7 +196,7 @@ def _run(
 
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
     """
-    may_stop = not is_sharded(model)
+    may_stop = not is_split(model)
     runner = unwrap(model).__dict__.get(PIPELINE)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ def _run(
             try:
                 with autocast:
                     results = _by_name(score(model, each.batch))
-            except OtherStage:
+            except NoOutputOnThisStage:
                 continue  # the last stage of the pipeline reports the results
             finally:
                 if runner is not None:

@@ -335,7 +335,7 @@ class Step:
             (record,) = self._records
             record.backwards = scheduled.num_micro_batches
             record.loss = scheduled.loss
-            record.count = strategy.step_count(scheduled.count)
+            record.count = strategy.sum_loss_count(scheduled.count)
             return
         for batch in self:
             assert self._micro is not None
@@ -768,7 +768,7 @@ class _Scheduled:
         self.num_micro_batches = len(micros)
 
     @contextmanager
-    def forward(self, index: int, stage: int) -> Iterator[None]:
+    def forward_context(self, index: int, stage: int) -> Iterator[None]:
         context = self._step._context
         seed = self._step._dropout_seed(self._micros[index])
         # Layers of two stages must not draw the same masks.
@@ -779,7 +779,7 @@ class _Scheduled:
         finally:
             context.precision.leave()
 
-    def call(self, index: int) -> Any:
+    def call_loss_function(self, index: int) -> Any:
         return self._loss_fn(self._micros[index].batch)
 
     def weigh(self, index: int, result: Any) -> tuple[torch.Tensor, bool]:

@@ -41,7 +41,7 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded
+from paceline.parallel.modules import equalize_buffers, is_pipeline, is_split
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import weight
@@ -183,13 +183,13 @@ class Training:
         for kind in STRATEGIES:
             if kind.is_reproducible == self.reproducible and kind.fits(*arguments):
                 return kind(*arguments, self.batches)
-        if self.reproducible and any(map(is_sharded, self.models)):
+        if self.reproducible and any(map(is_split, self.models)):
             raise ConfigError(
                 "reproducible training does not support models that are split over ranks.",
                 why="the exact sum needs all gradients of a model on each rank.",
                 fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
             )
-        if self.job.data.size < self.job.world_size and not any(map(is_sharded, self.models)):
+        if self.job.data.size < self.job.world_size and not any(map(is_split, self.models)):
             raise ConfigError(
                 f"the mesh is {self.job.mesh}, but the model is not split over it.",
                 fix="model = paceline.tensor_parallel(job, model)",
@@ -512,7 +512,7 @@ class Training:
         for name, value in self._context.strategy.whole_state(model):
             if self.job.rank == 0:
                 # A model that is split may be larger than the memory of the device.
-                weights[name] = value.cpu() if is_sharded(model) else value
+                weights[name] = value.cpu() if is_split(model) else value
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
 
     # The loop.
