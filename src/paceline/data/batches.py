@@ -265,7 +265,7 @@ class Batches:
                     yield step
                     if step.ends_epoch:
                         size = step.offset + step.num_samples
-                        audit.check(step.epoch, size, self._loader.num_divided)
+                        audit.check(step.epoch, size, self._loader.num_own)
                         self._audited = True
                         break
             finally:

@@ -220,7 +220,7 @@ class SampledOrder:
         digest: a checksum of two draws of epoch 0.
         num_samples: number of indices of an epoch.
         largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
-        smallest_batch: size of the smallest, except one, because the last batch is often smaller.
+        smallest_batch: size of the second smallest batch, because the last one is often smaller.
         has_state: whether the sampler keeps a state of its own.
 
     Raises:
@@ -238,10 +238,10 @@ class SampledOrder:
         self._first_seeds: dict[str, int] = {}
         for path, generator in _parts(sampler, torch.Generator):
             self._first_seeds[path] = generator.initial_seed()
-        self._drawn_of = (-1, -1)
-        self._drawn = np.empty(0, np.int64)
-        self._draws = 0
-        self._epochs_drawn = 0  # by this job, also in loader workers
+        self._order_key = (-1, -1)
+        self._order = np.empty(0, np.int64)
+        self._num_draws = 0
+        self._drawn_until_epoch = 0  # by this job, also in loader workers
         self._original: Any = None
         self._batch_sizes = [1]
         try:
@@ -276,12 +276,12 @@ class SampledOrder:
         Raises:
             DataError: the epoch has another number of samples than epoch 0.
         """
-        if self._drawn_of != (seed, epoch):
+        if self._order_key != (seed, epoch):
             if self.has_state:
-                if self._draws > epoch:
+                if self._num_draws > epoch:
                     self._restart()
-                while self._draws < epoch:
-                    self._draw(seed, self._draws)
+                while self._num_draws < epoch:
+                    self._draw(seed, self._num_draws)
             drawn = self._draw(seed, epoch)
             if len(drawn) != self.num_samples:
                 raise DataError(
@@ -290,8 +290,8 @@ class SampledOrder:
                     why="the position in an epoch is a number of samples, so epochs must be equally long.",
                     fix="let the sampler give the same number of indices in each epoch.",
                 )
-            self._drawn, self._drawn_of = drawn, (seed, epoch)
-        return self._drawn.take
+            self._order, self._order_key = drawn, (seed, epoch)
+        return self._order.take
 
     def warn_of_sizes(self) -> None:
         """Warn that a micro-batch of `largest_batch` samples joins smaller batches, if there are any."""
@@ -304,17 +304,17 @@ class SampledOrder:
 
     def log_replay(self, epoch: int, epochs: int) -> None:
         """Log, before the iteration of `[epoch, epochs)`, that a resume repeats earlier draws, if it does."""
-        if self.has_state and epoch > self._epochs_drawn:
+        if self.has_state and epoch > self._drawn_until_epoch:
             text = "drawing the orders of %d earlier epochs again, because %s keeps a random state."
             log.logger.info(text, epoch, self.name)
-        self._epochs_drawn = max(self._epochs_drawn, epochs)
+        self._drawn_until_epoch = max(self._drawn_until_epoch, epochs)
 
     def _restart(self) -> None:
         if self._original is not None:
-            self._sampler, self._draws = _copy(self._original), 0
+            self._sampler, self._num_draws = _copy(self._original), 0
 
     def _draw(self, seed: int, epoch: int) -> Int64Array:
-        self._draws += 1
+        self._num_draws += 1
         with keep_globals():
             key = rng.key(seed, rng.SAMPLER, epoch)
             seed_globals(key)

@@ -66,30 +66,32 @@ def copy_tensors(batch: Any) -> Any:
     return _map_leaves(batch, copied)
 
 
-def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
-        return move(value)
+        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_leaves(item, move) for item in value))
+        return type(value)(*(_map_leaves(item, function) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(_map_leaves(item, move) for item in value)
+        return type(value)(_map_leaves(item, function) for item in value)
     if type(value) is dict:
-        return {name: _map_leaves(item, move) for name, item in value.items()}
+        return {name: _map_leaves(item, function) for name, item in value.items()}
     if isinstance(value, Mapping):
-        return _map_custom_mapping(value, move)
+        return _map_custom_mapping(value, function)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # Not `replace`, which wants the InitVars and runs `__post_init__` again.
-        moved = copy.copy(value)
+        mapped = copy.copy(value)
         for field in dataclasses.fields(value):
             # Also of a frozen class.
-            object.__setattr__(moved, field.name, _map_leaves(getattr(value, field.name), move))
-        return moved
+            object.__setattr__(
+                mapped, field.name, _map_leaves(getattr(value, field.name), function)
+            )
+        return mapped
     return value
 
 
-def _map_custom_mapping(value: Mapping[Any, Any], move: Callable[[Any], Any]) -> Any:
+def _map_custom_mapping(value: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
     """A mapping of another type: a copy that is filled through `__setitem__` if it has one, else a dict."""
-    items = {name: _map_leaves(item, move) for name, item in value.items()}
+    items = {name: _map_leaves(item, function) for name, item in value.items()}
     if not (hasattr(value, "copy") and hasattr(value, "__setitem__")):
         return items
     copied = value.copy()

@@ -29,8 +29,8 @@ def digest(value: Any, *, elements: int | None = None) -> int:
     ignored. Equal on hosts of one byte order.
 
     Args:
-        elements: The number of elements of each tensor that are read, the first ones; None reads all. Of a
-            sparse tensor, so many of its indices and of its values are read.
+        elements: How many elements of each tensor are read, from the first on; None reads all. For a sparse
+            tensor the limit applies to the indices and to the values separately.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, elements)

@@ -73,8 +73,8 @@ class EpochAudit:
             self._pending.clear()
             self._num_pending = 0
 
-    def check(self, epoch: int, size: int, num_own: int | None = None) -> None:
-        """Check that all ranks together got each id below `size` once, except those before `start`.
+    def check(self, epoch: int, num_samples: int, num_own: int | None = None) -> None:
+        """Check that all ranks together got each id below `num_samples` once, except those before `start`.
 
         All ranks must call it, once, after the last step of the epoch.
 
@@ -87,13 +87,13 @@ class EpochAudit:
         """
         self._flush()
         if num_own is None:
-            own = self._own_part(size)
+            own = self._hashed_range(num_samples)
         else:
             own = Tally(num_own, self._seen.hashed)
         excess, expected = self._sum_over_ranks(self._seen.minus(own), own.size)
         if excess == _EMPTY:
             return
-        lost, doubled = _find_one(excess, size)
+        lost, doubled = _find_one(excess, num_samples)
         seen = expected + excess.size
         used = f"{seen} samples instead of {expected}"
         if seen == expected:
@@ -111,13 +111,19 @@ class EpochAudit:
             doubled=doubled,
         )
 
-    def _own_part(self, size: int) -> Tally:
-        """The tally of this rank's part of the ids that the epoch should use."""
+    def _hashed_range(self, num_samples: int) -> Tally:
+        """This rank's share of the tally that is expected over all ranks.
+
+        Each rank hashes one contiguous range of the epoch, only to divide the work. It is not what the rank
+        reads; only the sum over ranks is compared.
+        """
         axis, start, plan = self._job.data, self._start, self._plan
         order = None if plan is None else plan.order(start.seed, start.epoch)
         # A permutation has each id once, so that it need not be computed here.
         sampled = plan is not None and plan.sampled is not None
-        ids = _tally_of_places(order if sampled else None, *share(size, axis.rank, axis.size))
+        ids = _tally_of_places(
+            order if sampled else None, *share(num_samples, axis.rank, axis.size)
+        )
         return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
     def _sum_over_ranks(self, excess: Tally, size: int) -> tuple[Tally, int]:
@@ -144,9 +150,9 @@ def _tally_of_places(order: Order | None, begin: int, end: int) -> Tally:
     return total
 
 
-def _find_one(excess: Tally, size: int) -> tuple[list[int], list[int]]:
+def _find_one(excess: Tally, num_samples: int) -> tuple[list[int], list[int]]:
     """The lost and the doubled sample, if at most one of each explains the excess; otherwise no sample."""
-    ids = np.arange(min(size + 1, _MAX_SEARCHED), dtype=np.int64)
+    ids = np.arange(min(num_samples + 1, _MAX_SEARCHED), dtype=np.int64)
     hashes = _hashes(ids)
     difference = np.uint64(excess.hashed)
     if excess.size == -1:

@@ -41,12 +41,12 @@ class Loader(ABC):
 
     Attributes:
         epoch_audit: gets the ids of the samples that the loop gets, if it is not None.
-        num_divided: of a stream that divides itself: samples that this rank read in the epoch; else None.
+        num_own: of a stream that divides itself: samples that this rank read in the epoch; else None.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.epoch_audit: EpochAudit | None = None
-        self.num_divided: int | None = None
+        self.num_own: int | None = None
         self._device = device
         self._run = 0
 
@@ -102,14 +102,14 @@ class LocalLoader(Loader):
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`."""
-        plan, size, seed = self.plan, self.plan.num_samples, position.seed
+        plan, num_samples, seed = self.plan, self.plan.num_samples, position.seed
         run = self._start_run()
         for block in plan.blocks(position, epochs):
             ids = torch.from_numpy(block.ids).to(self._ids_device)
             offset, begin = block.offset, 0
             for count, first in zip(block.counts, block.firsts, strict=True):
                 self._refuse_unless_current(run)
-                n = min(plan.global_batch, size - offset)
+                n = min(plan.global_batch, num_samples - offset)
                 if equal:
                     number = max_micro_batches(n, plan.micro_batch, plan.size)
                 else:
@@ -120,7 +120,7 @@ class LocalLoader(Loader):
                 )
                 stop = offset + n
                 yield PlannedStep(
-                    seed, block.epoch, offset, stop, n, stop == size, number, micro_batches
+                    seed, block.epoch, offset, stop, n, stop == num_samples, number, micro_batches
                 )
                 offset = stop
                 begin = end
@@ -137,10 +137,10 @@ class LocalLoader(Loader):
     ) -> Iterator[MicroBatch]:
         """The `number` micro-batches of a step: `ids[begin:end]`, from place `first` on, then its ghosts."""
         seed, epoch, offset = step
-        size, shift = self.plan.micro_batch, first - begin
-        for start in range(begin, end, size):
+        micro_batch, shift = self.plan.micro_batch, first - begin
+        for start in range(begin, end, micro_batch):
             number -= 1
-            stop = min(start + size, end)
+            stop = min(start + micro_batch, end)
             if self._samples.tensors is not None and stop - start < self._rows_per_read:
                 batch = self._rows(seed, epoch, ids, start, stop)
             else:
@@ -161,7 +161,8 @@ class LocalLoader(Loader):
             self._read_end = min(begin + self._rows_per_read, len(ids))
             self._read_rows = self._samples.read(seed, epoch, ids[begin : self._read_end])
         begin, end = begin - self._read_begin, end - self._read_begin
-        # `.data`: a change of one batch in place must not count as a change of the other batches.
+        # `.data` gives each batch a version counter of its own. Otherwise autograd would refuse the backward
+        # of a batch after another one was changed in place.
         pieces = [rows.data[begin:end] for rows in self._read_rows]
         # The result of `index_select` begins at an aligned address. Where a slice does not, some kernels
         # round otherwise, so that equal samples would not give equal bits.

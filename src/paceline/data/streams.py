@@ -337,11 +337,11 @@ class StreamLoader(Loader):
         parts = self._parts(position, epochs, equal)
         for epoch in range(position.epoch, epochs):
             offset = position.offset if epoch == position.epoch else 0
-            self.num_divided = None if self._divided is None else 0
+            self.num_own = None if self._divided is None else 0
             for part, n, ends in self._steps_of_epoch(parts, epoch, offset):
                 self._refuse_unless_current(run)
-                if self.num_divided is not None:
-                    self.num_divided += part.num_read
+                if self.num_own is not None:
+                    self.num_own += part.num_read
                 number = len(part.micro_batches)
                 if equal:
                     most = max_micro_batches(n, self._plan.micro_batch, self._plan.size)
@@ -361,7 +361,7 @@ class StreamLoader(Loader):
         """For each step of an epoch: this rank's part, the samples over all ranks, whether it is the last."""
         ahead: deque[_PendingStep] = deque()
         ended = False
-        size = self._plan.global_batch
+        global_batch = self._plan.global_batch
 
         def read_ahead() -> None:
             nonlocal ended
@@ -379,11 +379,11 @@ class StreamLoader(Loader):
             if self._control is not None:
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
-            following = self._finish_reduction(ahead[0], epoch, offset + size)
-            if following and n < size and self._divided is None:
-                raise self._uneven_shards_error(epoch, offset + size)
+            following = self._finish_reduction(ahead[0], epoch, offset + global_batch)
+            if following and n < global_batch and self._divided is None:
+                raise self._uneven_shards_error(epoch, offset + global_batch)
             yield step.part, n, following == 0
-            offset, n = offset + size, following
+            offset, n = offset + global_batch, following
             if self._control is None:
                 read_ahead()
         while not ended:
