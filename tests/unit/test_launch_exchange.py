@@ -98,9 +98,9 @@ def test_a_rank_that_ended_well_on_another_node_is_named() -> None:
 def test_a_node_waits_until_the_ranks_of_all_nodes_are_done() -> None:
     store = HashStore()
     nodes = [NodeExchange(store, number, 3) for number in range(3)]
-    assert [node.all_done() for node in nodes] == [False, False, True]
-    assert nodes[0].all_done()
-    assert not NodeExchange(PrefixStore("gone", store), 0, 2).all_done()
+    assert [node.publish_done() for node in nodes] == [False, False, True]
+    assert nodes[0].publish_done()
+    assert not NodeExchange(PrefixStore("gone", store), 0, 2).publish_done()
 
 
 def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
@@ -115,7 +115,7 @@ def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(host.wait_all_done, 30, may_go)
         assert polled.wait(10)
-        assert other.all_done()
+        assert other.publish_done()
         polled.clear()
         assert polled.wait(10)  # the other has ended, but does not know of the host yet
         assert not waiting.done()

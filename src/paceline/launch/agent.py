@@ -1,6 +1,6 @@
 """torch's elastic agent with our ranks: started early, stopped cleanly, and diagnosed when they fail.
 
-A front to `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and health
+A subclass of torch's `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and health
 checks. This file replaces its documented methods that start, watch and stop processes.
 """
 
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
     """Runs the ranks of one node, again after each restart. A round is the time between two restarts.
 
     Args:
-        threads: How many threads each rank has, in words.
+        threads_note: How many threads each rank has, in words.
 
     Attributes:
         first_failure: Of the last round; None if it did not end by a known failure.
@@ -88,7 +88,7 @@ class Agent(LocalElasticAgent):
         options: LaunchOptions,
         local_ranks: LocalRanks,
         signals: ReceivedSignals,
-        threads: str,
+        threads_note: str,
     ) -> None:
         logs = options.config.logs_specs
         assert logs is not None
@@ -97,7 +97,7 @@ class Agent(LocalElasticAgent):
         self._options = options
         self._local_ranks = local_ranks
         self._signals = signals
-        self._threads = threads
+        self._threads_note = threads_note
         self.first_failure: FirstFailure | None = None
         self.interrupted_at = ""
         self.preempted = False
@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
             where = f" on {nodes} nodes, {here} on this one"
         parts = [
             f"{count_of(world_size, 'rank')}{where}",
-            self._threads,
+            self._threads_note,
             f"store {group.master_addr}:{group.master_port}",
             f"at most {count_of(group.spec.max_restarts, 'restart')}",
             self._pids(),
@@ -340,7 +340,11 @@ class Agent(LocalElasticAgent):
         Ranks of other nodes may wait for ranks of this node. Their launchers then need its outcomes.
         """
         try:
-            if self._exchange is None or self._local_ranks.preempted or self._exchange.all_done():
+            if (
+                self._exchange is None
+                or self._local_ranks.preempted
+                or self._exchange.publish_done()
+            ):
                 return True
         except RuntimeError:
             return self._nodes is None  # otherwise torch's loop notices that the rendezvous is lost

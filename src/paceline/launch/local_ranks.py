@@ -56,14 +56,14 @@ _PROBE_BYTES = 1 << 20
 _EVENT_BYTES = 8 << 20  # longest event
 
 # The fields of each event of worker.py. They are checked: a script may write anything into the socket.
-_FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list}
-_FAILED |= {"lost_peer": bool, "shown": bool}
-_FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_ERROR: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list}
+_ERROR |= {"lost_peer": bool, "shown": bool}
+_ERROR |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
 _EVENTS: dict[str, dict[str, Any]] = {
-    "failed": _FAILED,
-    "raised": _FAILED,
-    "exit": {"place": str},
-    "interrupted": {"place": str},
+    "failed": _ERROR,  # the rank ends by itself now
+    "raised": _ERROR,  # an error that may explain a later exit; the rank may go on
+    "exit": {"place": str},  # the script has called sys.exit()
+    "interrupted": {"place": str},  # the script was there at a KeyboardInterrupt
     # The script has set a variable that torch._dynamo may read when it is imported.
     "variable": {},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
@@ -105,7 +105,9 @@ class Rank:
         prefix: bytes,
         terminal: bool,
     ) -> None:
-        self.local_rank = self.rank = local_rank
+        self.local_rank = self.rank = (
+            local_rank  # `rank` becomes that of the job in `LocalRanks.run`
+        )
         self.events: list[dict[str, Any]] = []
         self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
         self._unanswered: set[str] = set()  # kinds of questions
@@ -708,7 +710,7 @@ def has_probe() -> bool:
 
 
 def choose_threads(nproc: int) -> tuple[str | None, str]:
-    """Threads of each rank, None if the user chose them, and the reason in words."""
+    """Threads of each rank, None if the user chose them, and a sentence about them."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
         return None, f"{count_of(chosen, 'thread')} each (OMP_NUM_THREADS is set)"

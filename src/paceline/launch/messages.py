@@ -51,7 +51,8 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
     shown = first.first_follower or original
     known = _known_cause(shown)
     if shown.elsewhere:
-        # Its launcher prints it. A later failure of this host may be the first one: see `_later`.
+        # Its own launcher prints that traceback. Print the first failure of this host: it may have been
+        # earlier, since clocks of hosts are not compared.
         shown = next((each for each in first.others if not each.elsewhere), shown)
     if shown.error is not None and not shown.error.shown and not shown.elsewhere:
         prefix = f"[{shown.rank}] " if info.world_size > 1 else ""

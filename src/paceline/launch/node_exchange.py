@@ -97,8 +97,8 @@ class NodeExchange:
             value = json.dumps([dataclasses.asdict(outcome) for outcome in brief])
             self._store.set(f"outcomes/{self.node}", value)
 
-    def all_done(self) -> bool:
-        """Publish that the ranks of this node have ended well; returns whether those of all nodes have.
+    def publish_done(self) -> bool:
+        """Publish that the ranks of this node have ended; returns whether those of all nodes have.
 
         Raises:
             RuntimeError: the host of the store has ended.
@@ -116,7 +116,7 @@ class NodeExchange:
             return time.monotonic() < deadline and not skip_grace()
 
         with contextlib.suppress(RuntimeError):
-            while not self.all_done() and may_wait():
+            while not self.publish_done() and may_wait():
                 pass
             # The host of the store ends last, when the other launchers no longer need the store.
             count = self._store.add(_LEFT, 1)

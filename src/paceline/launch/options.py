@@ -1,6 +1,6 @@
 """torchrun's options, parsed by the installed torch.
 
-A front to `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch itself
+Uses the parser of `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch itself
 ignores it, a note says so.
 """
 
@@ -135,7 +135,7 @@ class LaunchOptions:
 
     @property
     def waiting_message(self) -> str:
-        """How many nodes this one waits for, and where; empty if this node serves the store itself."""
+        """How many nodes this one waits for, and where; empty if the job has one node."""
         if self.address is not None:
             return ""
         low, high = self.config.min_nodes, self.config.max_nodes

@@ -1,6 +1,6 @@
 """The stores of a job, and the rendezvous of one node; nodes.py and endpoint.py are for several nodes.
 
-A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
+Subclasses of `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
 ranks read the addresses of dead ones, and its stores listen on all interfaces. Here each round has a new
 store, which listens on one interface if possible.
 """

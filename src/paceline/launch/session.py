@@ -1,7 +1,7 @@
 """One `paceline run` from its options to its exit code, after torch is imported.
 
-A front to `torch.distributed.launcher.api.launch_agent`: the same steps, with our agent, our
-rendezvous, and without the launcher's stack in messages.
+Replaces `torch.distributed.launcher.api.launch_agent`: the same steps, with our agent, our rendezvous, and
+without the launcher's stack in messages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     args, config = options.args, options.config
     if options.is_python:
         check_script(args.training_script, module=args.module)
-    threads, reason = choose_threads(config.nproc_per_node)
+    threads, threads_note = choose_threads(config.nproc_per_node)
     wrap = _numa(config)
     # Ranks that were started early have none of these settings.
     needs_other_start = not options.is_python or options.uses_logs or wrap is not None
@@ -78,10 +78,10 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
             terminal=not options.uses_logs,
             wrap=wrap,
         )
-    return _run(options, local_ranks, reason)
+    return _run(options, local_ranks, threads_note)
 
 
-def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
+def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> int:
     config = options.config
 
     def stuck(number: int) -> None:
@@ -121,7 +121,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         spec = _spec(options, rendezvous)
         if not is_available():
             return _run_agent_of_torch(spec, options, local_ranks, received_signals)
-        agent = Agent(spec, options, local_ranks, received_signals, threads)
+        agent = Agent(spec, options, local_ranks, received_signals, threads_note)
         return _run_agent(agent, options, local_ranks, rendezvous)
 
 

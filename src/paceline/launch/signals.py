@@ -1,6 +1,6 @@
 """Signals to the launcher: recorded at once, handled where it is safe, forwarded to the ranks.
 
-A front to torch's `SignalException`, which its agent understands. A signal that was ignored at the start
+Raises torch's `SignalException`, which its agent understands. A signal that was ignored at the start
 (nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are only forwarded.
 """
 

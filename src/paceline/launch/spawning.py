@@ -1,6 +1,6 @@
 """Run a function on several ranks of this host, from a notebook, a debugger or a test.
 
-A front to `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
+Uses `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
 milliseconds. Use `paceline run` for real training. Functions are sent by cloudpickle, so they may be
 defined in a notebook cell or a script, and no rank imports the main module, which would run it again.
 """
