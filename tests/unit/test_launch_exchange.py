@@ -184,7 +184,7 @@ def test_states_of_ranks_arrive_whole() -> None:
     assert node.collect_states() == ([], False)
     other.request_states(new=False)
     assert not other.states_requested()
-    call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
+    call = Call(name="all_reduce", number=4, members=(0, 1), tensor_text="f32[3]", since_s=2.0)
     where = StackSummary(script=(("train.py", 3, "step"),), torch_call="recv", lock=True)
     state = RankState(
         rank=1, host="b", pid=7, where=where, calls=(call,), last_numbers={"0 gloo": 4}
@@ -204,7 +204,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
 ) -> None:
     store = HashStore()
     here, there = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
-    call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=12.0)
+    call = Call(name="all_reduce", number=4, members=(0, 1), tensor_text="f32[3]", since_s=12.0)
     waiting = RankState(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
     ended = RankState(rank=1, host="b", pid=7, state="", returncode=0)
 

@@ -37,13 +37,18 @@ NOW = 1_000.0
 
 
 def call(number: int = 4107, **more: Any) -> Call:
-    given = {"name": "all_reduce", "kind": "f32[1048576]", "since_s": 12.0, "members": (0, 1, 2, 3)}
+    given = {
+        "name": "all_reduce",
+        "tensor_text": "f32[1048576]",
+        "since_s": 12.0,
+        "members": (0, 1, 2, 3),
+    }
     return Call(number=number, **(given | more))
 
 
 def rank(number: int, *calls: Call, **more: Any) -> RankState:
     given: dict[str, Any] = {"where": StackSummary(script=TRAIN), "idle_s": 12.0}
-    given["last_numbers"] = {one.sequence: one.number for one in calls}
+    given["last_numbers"] = {one.group_and_backend: one.number for one in calls}
     return RankState(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
 
 
@@ -137,8 +142,8 @@ def test_one_idle_rank_beside_a_busy_one_is_no_alarm() -> None:
 
 
 def test_another_collective() -> None:
-    others = [rank(number, call(kind="f32[5]")) for number in (0, 2, 3)]
-    found = verdict(*others, rank(1, call(name="barrier", kind="")))
+    others = [rank(number, call(tensor_text="f32[5]")) for number in (0, 2, 3)]
+    found = verdict(*others, rank(1, call(name="barrier", tensor_text="")))
     assert found.alarm
     assert found.culprits == (1,)
     assert found.text.splitlines() == [
@@ -152,14 +157,14 @@ def test_another_collective() -> None:
 @pytest.mark.parametrize("by_hand", [0, 1])
 def test_of_two_ranks_the_one_that_called_by_hand_is_named(by_hand: int) -> None:
     in_backward = rank(1 - by_hand, call(), where=StackSummary(script=TRAIN, gradients=True))
-    found = verdict(in_backward, rank(by_hand, call(kind="f32[]")), world=2)
+    found = verdict(in_backward, rank(by_hand, call(tensor_text="f32[]")), world=2)
     assert found.culprits == (by_hand,)
     assert "Or rank" not in found.text  # both wait in an all_reduce
 
 
 def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause() -> None:
     in_backward = rank(1, call(), where=StackSummary(script=TRAIN, gradients=True))
-    found = verdict(rank(0, call(name="barrier", kind="")), in_backward, world=2)
+    found = verdict(rank(0, call(name="barrier", tensor_text="")), in_backward, world=2)
     assert (
         "why:  the ranks called different collectives as number 4107 of this group. Or rank 1 takes more "
         "steps than the others: uneven batches."
@@ -167,14 +172,16 @@ def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause() -> None:
 
 
 def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:
-    found = verdict(rank(0, call()), rank(1, call(name="barrier", kind="")), world=2)
+    found = verdict(rank(0, call()), rank(1, call(name="barrier", tensor_text="")), world=2)
     assert found.culprits == (0, 1)
     assert "different collectives" in found.text
 
 
 def test_another_collective_that_was_over_at_once() -> None:
-    stuck = rank(0, call(kind="f32[5]"))
-    gone_on = rank(1, call(name="broadcast", completed=True), call(4108, name="barrier", kind=""))
+    stuck = rank(0, call(tensor_text="f32[5]"))
+    gone_on = rank(
+        1, call(name="broadcast", completed=True), call(4108, name="barrier", tensor_text="")
+    )
     found = verdict(stuck, gone_on, world=2)
     called = "rank 1 (host b, pid 811) called broadcast #4107 (f32[1048576]), now in barrier #4108"
     assert called in found.text
@@ -183,7 +190,7 @@ def test_another_collective_that_was_over_at_once() -> None:
 
 @pytest.mark.parametrize(("name", "differs"), [("all_reduce", True), ("gather", False)])
 def test_another_shape(name: str, differs: bool) -> None:
-    states = [rank(n, call(name=name, kind=f"f32[{5 + n // 3}]")) for n in range(4)]
+    states = [rank(n, call(name=name, tensor_text=f"f32[{5 + n // 3}]")) for n in range(4)]
     found = verdict(*states)
     assert ("same collective with different tensors" in found.text) is differs
     assert found.culprits == ((3,) if differs else (0, 1, 2, 3))
@@ -435,17 +442,19 @@ def test_nccl_entries() -> None:
             group="0",
             backend="nccl",
             members=(0, 1),
-            kind="bf16[1024,512]",
+            tensor_text="bf16[1024,512]",
             since_s=30,
             completed=True,
         ),
-        call(7, group="0", backend="nccl", members=(0, 1), kind="bf16[1024,512]", since_s=30),
+        call(
+            7, group="0", backend="nccl", members=(0, 1), tensor_text="bf16[1024,512]", since_s=30
+        ),
         call(
             7,
             group="3",
             backend="nccl",
             members=(),
-            kind="bf16[3] and 1 more",
+            tensor_text="bf16[3] and 1 more",
             since_s=30,
             completed=True,
         ),
@@ -457,7 +466,7 @@ def test_nccl_entries() -> None:
 )
 def test_dtypes_of_both_recorders(dtype: str, kind: str) -> None:
     (found,) = read_calls([entry(input_dtypes=[dtype], input_sizes=[[2]])], {}, NOW)
-    assert found.kind == kind
+    assert found.tensor_text == kind
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ HOSTS = [
     (AFTER, "its code, not its host: it used 1.0 cores, and waited for one 0% of the time.", "num_workers"),
     (
         replace(AFTER, cpu_s=AFTER.cpu_s | {99: 1.9}, delay_s={810: 0.1, 811: 0.8}),  # type: ignore[operator]
-        "no free core for it 40% of the time; pid 99 (stress) uses 0.9 of one.",
+        "no free core for it 40% of the time; pid 99 (stress) uses 0.9 cores.",
         "cores of their own",
     ),
     (

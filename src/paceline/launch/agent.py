@@ -1,7 +1,7 @@
 """torch's elastic agent with our ranks: started early, stopped cleanly, and diagnosed when they fail.
 
-A subclass of torch's `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and health
-checks. This file replaces its documented methods that start, watch and stop processes.
+A subclass of torch's `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and
+health checks. This file replaces its documented methods that start, watch and stop processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchrun's options, parsed by the installed torch.
 
-Uses the parser of `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch itself
-ignores it, a note says so.
+Uses the parser of `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch
+itself ignores it, a note says so.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class FirstFailure:
         ranks: All ranks that failed in the same way, including that of `original`.
         followers: Ranks that failed because they lost a peer.
         others: Ranks that failed by themselves, later, and in another way.
-        certain: False if all ranks that failed here are followers.
+        certain: False if every failed rank is a follower; `original` is then a guess.
         first_follower: The first follower; None if `certain`.
     """
 

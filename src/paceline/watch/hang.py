@@ -1,6 +1,15 @@
 """Which rank blocks the others, and why: rank states in, at most ten lines of text out. Pure.
 
 `hang:` is an alarm: no rank makes progress. `waiting:` is a notice: the others wait for a busy rank.
+
+The order of the decisions, if a rank has waited long enough in a collective:
+1. The collective to report: one that a rank outside of any collective has not entered, if there is one.
+2. Ranks called different collectives as the same number of the group: that is the cause.
+3. A rank that the others waited for has just entered a collective: it is too early to say anything.
+4. All absent ranks are in other collectives: two orders of groups, or one that ended on some ranks only.
+5. Some absent ranks wait for nobody: why the first of them does not come (`_why_and_fix`).
+6. No rank is absent: another node, or the connection.
+Without a collective, ranks in other calls of torch.distributed, such as `recv`, are those that wait.
 """
 
 from __future__ import annotations
@@ -63,16 +72,16 @@ def _diagnose_collective(
     remote = sorted(set(members) - {state.rank for state in states})
     if _may_still_end(entered, absent, call, after_s):
         return None
-    stuck = [state for state in waiting if _is_same(state.waiting, call)]
-    lines = _waiters(stuck, call)
+    waiters = [state for state in waiting if _is_same(state.waiting, call)]
+    lines = _waiters(waiters)
     lines += _grouped(absent, lambda state: f"not entered it: {_activity(state)}", "has", "have")
-    others = [state for state in waiting if state not in stuck and state not in absent]
+    others = [state for state in waiting if state not in waiters and state not in absent]
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
     elsewhere = [state.waiting for state in absent if state.waiting is not None]
     if absent and len(elsewhere) == len(absent):
-        if any(other.sequence != call.sequence for other in elsewhere):
+        if any(other.group_and_backend != call.group_and_backend for other in elsewhere):
             why = "two groups were entered in different orders, so each side waits for the other."
             fix = "use the groups in the same order on all ranks."
         else:
@@ -81,7 +90,7 @@ def _diagnose_collective(
     elif absent:
         # Ranks that wait themselves may wait for one of the others.
         absent = [s for s in absent if s.waiting is None and not s.where.torch_call] or absent
-        why, fix = _why_and_fix(absent, stuck)
+        why, fix = _why_and_fix(absent, waiters)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
@@ -92,11 +101,11 @@ def _diagnose_collective(
     alarm = not busy and bool(absent or not remote)
     # A notice is given once for a place in the script, an alarm once for a collective.
     key = (
-        (call.sequence, call.number)
+        (call.group_and_backend, call.number)
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    return _hang(alarm, absent or stuck, lines, why, fix, key)
+    return _hang(alarm, absent or waiters, lines, why, fix, key)
 
 
 def _may_still_end(
@@ -135,12 +144,14 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
     by_number: dict[int, dict[int, Call]] = defaultdict(dict)
     for state in states:
         for other in state.calls:
-            if other.sequence == call.sequence and other.number <= call.number:
+            if other.group_and_backend == call.group_and_backend and other.number <= call.number:
                 by_number[other.number][state.rank] = other
     for number in sorted(by_number):
         calls = by_number[number].values()
         # If a collective ended although the tensors differ, this may be intended.
-        kinds = {one.kind for one in calls if one.name in _EQUAL_TENSORS and number == call.number}
+        kinds = {
+            one.tensor_text for one in calls if one.name in _EQUAL_TENSORS and number == call.number
+        }
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
     return {}
@@ -208,51 +219,51 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
-    stuck = [state for state in alive if state.where.torch_call and not state.busy]
+    waiters = [state for state in alive if state.where.torch_call and not state.busy]
     if not alive:
         return None
-    if world_size == 1 and not loading and not stuck and alive[0].state not in ("T", "D"):
+    if world_size == 1 and not loading and not waiters and alive[0].state not in ("T", "D"):
         return None  # such as an interactive program that waits for input
-    if not stuck and any(state.busy or state.where.serves for state in alive):
+    if not waiters and any(state.busy or state.where.serves for state in alive):
         return None  # a server without requests is idle, and so are those that wait for it
-    rest = [state for state in alive if state not in stuck]
+    rest = [state for state in alive if state not in waiters]
     lines = _grouped(
-        stuck,
+        waiters,
         lambda state: f"waited {state.idle_s:.0f} s in {_torch_call_text(state)}{_at(state)}",
         "has",
         "have",
     )
-    if rest and not stuck:
+    if rest and not waiters:
         lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
     ended = [state for state in states if state.returncode is not None]
     activities = group_by_text([*rest, *ended], _activity)
     lines += [_with_ranks(members, text, ": ") for text, members in activities.items()]
     if rest:
-        why, fix = _why_and_fix(rest, stuck)
+        why, fix = _why_and_fix(rest, waiters)
     elif ended:
-        why, fix = _why_and_fix(ended, stuck)
+        why, fix = _why_and_fix(ended, waiters)
     elif world_size == 1:
         why = "the job has one rank, and it waits for processes that this launcher did not start."
         fix = (
             "start them too; or leave rank, world_size and init_method out of the call, and choose the "
             "number of ranks with --nproc-per-node."
         )
-    elif all(state.where.torch_call == stuck[0].where.torch_call for state in stuck):
-        why = f"all ranks are in {stuck[0].where.torch_call}, and none gets an answer."
+    elif all(state.where.torch_call == waiters[0].where.torch_call for state in waiters):
+        why = f"all ranks are in {waiters[0].where.torch_call}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
     if not rest and not ended and world_size > len(states):
         why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
-    culprits = rest or ended or stuck
+    culprits = rest or ended or waiters
     return _hang(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
 
 
-def _waiters(stuck: Sequence[RankState], call: Call) -> list[str]:
+def _waiters(waiters: Sequence[RankState]) -> list[str]:
     lines = []
-    for text, members in group_by_text(stuck, _collective_text).items():
-        seconds = min((s.waiting or call).since_s for s in members)
+    for text, members in group_by_text(waiters, _collective_text).items():
+        seconds = min(s.waiting.since_s for s in members if s.waiting is not None)
         step = f", in step {members[0].step}" if members[0].step else ""
         lines.append(
             _with_ranks(members, f"{_have(members)} waited {seconds:.0f} s in {text}{step}")
@@ -270,7 +281,7 @@ def _torch_call_text(state: RankState) -> str:
 
 
 def _call_text(call: Call, state: RankState) -> str:
-    notes = [call.kind] if call.kind else []
+    notes = [call.tensor_text] if call.tensor_text else []
     if state.where.gradients and not call.completed:
         notes.insert(0, "gradients")
     if call.members and len(call.members) > 1 and call.group != "0":
@@ -280,7 +291,10 @@ def _call_text(call: Call, state: RankState) -> str:
 
 
 def _is_same(call: Call | None, other: Call) -> bool:
-    return call is not None and (call.sequence, call.number) == (other.sequence, other.number)
+    return call is not None and (call.group_and_backend, call.number) == (
+        other.group_and_backend,
+        other.number,
+    )
 
 
 def _at(state: RankState) -> str:
@@ -315,7 +329,7 @@ def _workers(state: RankState) -> str:
     return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none is left"
 
 
-def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tuple[str, str]:
+def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> tuple[str, str]:
     """Why these ranks have not arrived, and what to do."""
     first = next((state for state in absent if not state.busy), absent[0])
     if first.returncode is not None:
@@ -358,15 +372,15 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
         )
     if first.where.torch_call:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
-    return _diverging_line(first, stuck)
+    return _diverging_line(first, waiters)
 
 
-def _diverging_line(absent: RankState, stuck: Sequence[RankState]) -> tuple[str, str]:
+def _diverging_line(absent: RankState, waiters: Sequence[RankState]) -> tuple[str, str]:
     """Where the stacks of the ranks diverge. Stacks alone do not tell a branch from a call that blocks."""
-    if not stuck:
+    if not waiters:
         return "it makes no progress there.", "check this code."
     who = f"rank {absent.rank}"
-    pairs = zip(reversed(absent.where.script), reversed(stuck[0].where.script), strict=False)
+    pairs = zip(reversed(absent.where.script), reversed(waiters[0].where.script), strict=False)
     for (file, line, function), (other_file, other_line, other) in pairs:
         if (file, function) != (other_file, other):
             break

@@ -66,7 +66,7 @@ class Probe:
         # A loader worker, or another process that multiprocessing forked. The launcher finds it by the
         # name of the file.
         self.main = threading.main_thread().ident or 0
-        if self._is_open():
+        if self._ensure_open():
             os.close(self._fd)
         self._start(os.memfd_create(PROBE_NAME))
 
@@ -101,7 +101,7 @@ class Probe:
             del frame
             line = json.dumps(beat).encode() + b"\n"
             with self._timer_lock:
-                if self._ended or not self._is_open():
+                if self._ended or not self._ensure_open():
                     return
                 os.pwrite(self._fd, line, 0)
                 os.ftruncate(self._fd, len(line))
@@ -110,7 +110,8 @@ class Probe:
                     _dump_later(_DUMP_AFTER_S, file=self._fd)
             time.sleep(BEAT_S)
 
-    def _is_open(self) -> bool:
+    def _ensure_open(self) -> bool:
+        """Open the file again if the script has closed it; False if that is not possible."""
         # If a script has closed all files, the number may belong to another file now.
         with contextlib.suppress(OSError):
             if os.fstat(self._fd).st_ino == self._inode:
@@ -126,7 +127,7 @@ class Probe:
         with self._timer_lock:
             if self._timer:
                 faulthandler.cancel_dump_traceback_later()
-            if not self._ended and self._is_open():
+            if not self._ended and self._ensure_open():
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, text.encode() + b"\n", 0)
 
@@ -138,7 +139,7 @@ class Probe:
         """
         with self._timer_lock:
             self._ended = True
-            if not self._is_open():
+            if not self._ensure_open():
                 raise OSError("the launcher is gone")
             os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
@@ -168,12 +169,12 @@ class Probe:
                     threads.insert(0, thread | call_of(frame))
                 else:
                     threads.append(thread)
-        job = sys.modules.get("paceline.job.current_step")
+        current_step = sys.modules.get("paceline.job.current_step")
         return {
             "time": time.time(),
             "threads": threads,
-            "step": getattr(job, "step", 0),
-            "stage": getattr(job, "stage", None),
+            "step": getattr(current_step, "step", 0),
+            "stage": getattr(current_step, "stage", None),
             **table(),
         }
 
@@ -187,8 +188,8 @@ class Probe:
 
     def _slow_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
         # Only for scripts that import paceline.
-        if job := sys.modules.get("paceline.job.current_step"):
-            job.slow_ranks.update(request["ranks"])
+        if current_step := sys.modules.get("paceline.job.current_step"):
+            current_step.slow_ranks.update(request["ranks"])
         return {}
 
     def _phases(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Call:
         backend: The backend of the group, such as `gloo`.
         members: Ranks of the group; empty if unknown.
         axis: The axis of a device mesh that the group is on; empty if none.
-        kind: Type and shape of its tensor, such as `f32[3,4]`.
+        tensor_text: Type and shape of its tensor, such as `f32[3,4]`.
         since_s: Seconds since it was entered.
         completed: Whether it has ended.
     """
@@ -48,12 +48,12 @@ class Call:
     backend: str = "gloo"
     members: tuple[int, ...] = ()
     axis: str = ""
-    kind: str = ""
+    tensor_text: str = ""
     since_s: float = 0.0
     completed: bool = False
 
     @property
-    def sequence(self) -> str:
+    def group_and_backend(self) -> str:
         """Group and backend, such as `0 gloo`: the collectives that `number` counts."""
         return f"{self.group} {self.backend}"
 
@@ -109,7 +109,7 @@ class RankState:
         call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
         calls: Collectives, oldest first: the latest, and all that are not completed.
-        last_numbers: By `Call.sequence`, the number of the latest collective that it entered.
+        last_numbers: By `Call.group_and_backend`, the number of the latest collective that it entered.
         workers: A few words for each child process that may be a loader worker.
         kernel_function: The kernel's function that it waits in.
     """
@@ -136,7 +136,7 @@ class RankState:
 
     def has_entered(self, call: Call) -> bool:
         """Whether it has entered this collective of another rank."""
-        return self.last_numbers.get(call.sequence, 0) >= call.number
+        return self.last_numbers.get(call.group_and_backend, 0) >= call.number
 
     @property
     def waiting(self) -> Call | None:
@@ -165,7 +165,7 @@ def read_calls(
             backend=entry["backend"],
             members=tuple(groups.get(entry["group"], ())),
             axis=(axes or {}).get(entry["group"], ""),
-            kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
+            tensor_text=_tensor_text(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
             completed=bool(entry["retired"]) or entry.get("state") == "completed",
         )
@@ -178,12 +178,12 @@ def last_call(answer: Mapping[str, Any]) -> str:
     """The collective that a rank entered last, from its answer; empty if it has none."""
     try:
         calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
-        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
+        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].tensor_text})" if calls else ""
     except (AttributeError, IndexError, KeyError, TypeError):
         return ""  # the script wrote into the launcher's socket
 
 
-def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
+def _tensor_text(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
     if not dtypes:
         return ""
     dtype = _DTYPES.get(dtypes[0], dtypes[0])

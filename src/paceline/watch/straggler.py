@@ -315,7 +315,7 @@ def _why_and_fix(
         outside_job = after.names.keys() - after.job
         use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
         largest = [
-            f"pid {number} ({after.names[number]}) uses {cores:.1f} of one"
+            f"pid {number} ({after.names[number]}) uses {cores:.1f} cores"
             for cores, number in use[:2]
             if cores > 0.2
         ]
