@@ -385,6 +385,9 @@ def _work(
     if role == "joins":
         pipe.recv()
     with paceline.connect_server(*files, timeout_s=TIMEOUT_S) as client:
+        if role != "joins":
+            pipe.send(0)
+            pipe.recv()  # begin together: a worker alone may take any number of steps
         step = 0
         while client.version < PUSHES:
             _step(client, seed, step)
@@ -416,6 +419,9 @@ def test_three_workers_one_killed_one_joining(tmp_path: Path) -> None:
     with _Connected(tmp_path, make=_adagrad, max_staleness=4) as to:
         killed, *others = (_start(to.files, 1, "killed"), _start(to.files, 2), _start(to.files, 3))
         joins = _start(to.files, 4, "joins")
+        assert [_receive(pipe) for _, pipe in (killed, *others)] == [0, 0, 0]
+        for _, pipe in (killed, *others):
+            pipe.send("go")
         assert [_receive(pipe) for _, pipe in (killed, *others)] == [1, 1, 1]
         assert _receive(killed[1]) == 50
         joins[1].send("go")
