@@ -587,6 +587,25 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
         assert judged.effect == "the metric changes by 12.50%"
 
 
+@pytest.mark.parametrize(("widths", "found"), [((18.0, 8.0), NoFault), ((0.8, 0.5), FaultFound)])
+def test_the_sizes_of_tensors_are_no_metric(widths: tuple[float, float], found: type) -> None:
+    """Ranks that pad their predictions gather their shapes before."""
+
+    def gathers(*own: float) -> list[list[Event]]:
+        gathered = replace(call("all_gather", 8), evaluation=1, group=list(range(len(own))))
+        return [
+            _evaluation(
+                "ab"[: 3 - len(own)], replace(gathered, values=[x]), CollectiveEnded(values=[*own])
+            )
+            for x in own
+        ]
+
+    parts = gathers(*widths)
+    whole = run("solo", *gathers(widths[0]))
+    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    assert isinstance(judged, found), judged
+
+
 @pytest.mark.parametrize(
     ("after_step", "is_open"),
     [(19, True), (20, False)],  # verification may cut the evaluation after the 20 watched steps

@@ -1,7 +1,8 @@
 """torch's rendezvous of several nodes, with faster detection of lost nodes.
 
 Subclasses of `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost
-node. Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
+node.
+Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
 each round has a new store for the ranks; the first round begins without torch's random pause, and up to
 16 nodes read the state at least ten times a second while they meet; more nodes read it less often. Several

@@ -112,6 +112,11 @@ class _Result:
     is_sum: bool = False  # whether the script took several numbers at this line
 
     @property
+    def is_size(self) -> bool:
+        """Whether the ranks gathered whole numbers, such as sizes of tensors to pad: nobody adds them up."""
+        return "gather" in self.call.op and all(each == round(each) for each in self.given)
+
+    @property
     def is_same(self) -> bool:
         """Whether both numbers are equal: exactly, if both may be counts."""
         if all(abs(x) <= _MAX_COUNT and x == round(x) for x in (self.solo, self.value)):
@@ -321,11 +326,12 @@ def averaged_metric(case: Case) -> Judgement:
         if counts:
             # Sums, which the script divides by the number of samples; another value may be a score.
             with_counts += len(each.reduced)
-            beside = [] if each.only_ranks_reduce else [r for r in each.reduced if r.call in counts]
+            beside = [r for r in each.reduced if r.call in counts and not r.is_size]
+            beside = [] if each.only_ranks_reduce else beside
             differing = [result for result in beside if each.is_mean_of_scores(result)]
         else:
             judged += len(each.reduced)
-            differing = [result for result in each.reduced if each.differs(result)]
+            differing = [r for r in each.reduced if each.differs(r) and not r.is_size]
             means = [result for result in differing if each.is_mean_of_own_samples(result)]
             if means:
                 return _metric_fault(case, max(means, key=_change), is_mean=True)
