@@ -89,6 +89,8 @@ GLOO = (
         (lambda: raised(RuntimeError("ProcessGroupGloo::broadcast: invalid root: 5"), C10D), False),
         (lambda: raised(RuntimeError(GLOO), "torch.nn.parallel.distributed"), True),
         (lambda: raised(RuntimeError("is not needed"), "torch.nn.parallel.distributed"), False),
+        (lambda: raised(RuntimeError("found 2 ranks!"), "torch.distributed.device_mesh"), False),
+        (lambda: raised(RuntimeError(GLOO), "torch._ops"), True),  # of a functional collective
         # A script's own error, once or twice around the error of the lost peer.
         (lambda: raised(OSError("sync"), cause=raised(RuntimeError("lost"), C10D)), True),
         (lambda: raised(OSError("a"), cause=raised(KeyError("b"), cause=PeerFailed("c"))), True),

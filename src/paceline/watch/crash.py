@@ -18,12 +18,11 @@ from traceback import walk_tb
 from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
-# A RuntimeError of this module is a lost peer, unless a backend names its own function: wrong arguments.
-_COLLECTIVES = "torch.distributed"
+# A RuntimeError of these modules is a lost peer, unless a backend names its own function: wrong arguments.
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.rpc")
 _WRONG_ARGUMENTS = "ProcessGroup"
-# One of these is a lost peer if it begins with the line of Gloo's source that raised it. Others are errors of
-# the script, such as a second backward of one graph, or parameters that DDP waits for.
-_PASS_ERRORS_ON = ("torch.nn.parallel.distributed", "torch.autograd")
+# One of any module, such as torch.autograd or DDP, is a lost peer if it begins with the line of Gloo's source
+# that raised it. Others are errors of the script, such as a second backward of one graph.
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
@@ -97,7 +96,7 @@ def _lost_peer(error: BaseException | None) -> bool:
             module, message = _module(error), _message(error)
             if module.startswith(_COLLECTIVES) and not message.startswith(_WRONG_ARGUMENTS):
                 return True
-            if module.startswith(_PASS_ERRORS_ON) and _GLOO_ERROR.match(message):
+            if _GLOO_ERROR.match(message):
                 return True
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.
