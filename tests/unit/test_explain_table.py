@@ -113,6 +113,24 @@ def test_a_traceback_under_what_terminals_and_containers_add(prefixes: tuple[str
     assert text.unknown[1].endswith("ValueError: boo")
 
 
+@pytest.mark.parametrize("prefix", ["", "[1] "])
+def test_a_line_of_a_log_within_a_traceback_is_no_error(prefix: str) -> None:
+    frame, source = '  File "a.py", line 1', "    f()"
+    lines = [
+        "Traceback (most recent call last):",
+        frame,
+        "Epoch: 3",
+        source,
+        "Step: 4",
+        frame,
+        source,
+    ]
+    text = _lines(
+        *(prefix + line for line in [*lines, "ValueError: boo", "    more", "Saved: model.pt"])
+    )
+    assert text.unknown == (8, "ValueError: boo")
+
+
 def test_a_report_with_a_time_before_each_line() -> None:
     lines = ("paceline.errors.ConfigError: x is y", "  why:   a", "  fix:   b")
     text = _lines(*(f"2026-11-26 10:00:0{i},5 {line}" for i, line in enumerate(lines)))
@@ -130,10 +148,23 @@ def test_the_cause_is_shown_after_many_lost_peers() -> None:
 
 
 def test_prefixes_that_never_come_again_are_forgotten() -> None:
-    tracebacks = reading._Tracebacks()
+    tracebacks, begun = reading._Tracebacks(), b"<%06d> Traceback (most recent call last):\n"
     for number in range(3 * reading._MAX_OPEN):
-        tracebacks.take(number, b"<%d> Traceback (most recent call last):\n" % number)
+        tracebacks.take(number, begun % number)
     assert len(tracebacks._open) == reading._MAX_OPEN
+
+
+def test_open_tracebacks_do_not_slow_down_the_lines_after_them() -> None:
+    lines = b"[rank3]: epoch 3 step 7 loss 0.3219 lr 3e-4\n" * 5_000
+    seconds = []
+    for many in (1, reading._MAX_OPEN):
+        tracebacks = reading._Tracebacks()
+        for number in range(many):
+            tracebacks.take(1, b"<%06d> Traceback (most recent call last):\n" % number)
+        began = time.perf_counter()
+        tracebacks.take(1, lines)
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] < 15 * seconds[0]  # 100 times if each line is compared with each prefix
 
 
 def test_the_first_unknown_python_error_is_named() -> None:

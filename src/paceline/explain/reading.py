@@ -34,6 +34,7 @@ _ADDED = re.compile(
     re.MULTILINE,
 )
 _TRACEBACK = b"Traceback (most recent call last):"
+_FRAME = b'  File "'  # its source line follows, indented by 4
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
 # Such as `struct.error`. A line of a log may begin so too, so it is tried only while a traceback is open.
 _DOTTED = re.compile(rb"(?:[A-Za-z_]\w*\.)+\w+(?::|\s*$)")
@@ -193,40 +194,52 @@ def _shown(line: bytes, at: int) -> str:
     return f"{cut}{rest if len(rest) <= _SHOWN_CHARS else f'{rest[:_SHOWN_CHARS]} ...'}".strip()
 
 
-def _open_last(entries: dict[bytes, T], prefix: bytes, entry: T) -> None:
-    """Add an error that has begun, as the last one; of too many, forget the oldest."""
-    entries.pop(prefix, None)
-    entries[prefix] = entry
-    if len(entries) > _MAX_OPEN:
-        del entries[next(iter(entries))]
+class _OpenErrors(dict[bytes, T]):
+    """Errors that have not ended, by the prefix of their lines, such as `[rank1]: `; the oldest first."""
+
+    def __init__(self) -> None:
+        self._lengths: set[int] = (
+            set()
+        )  # of the prefixes so far: few, also if there are many prefixes
+
+    def begin(self, prefix: bytes, entry: T) -> None:
+        """Add an error; of too many, forget the oldest."""
+        self.pop(prefix, None)
+        self[prefix] = entry
+        self._lengths.add(len(prefix))
+        if len(self) > _MAX_OPEN:
+            del self[next(iter(self))]
+
+    def prefixes_of(self, line: bytes) -> list[bytes]:
+        """The prefixes that the line begins with."""
+        return [line[:n] for n in self._lengths if n <= len(line) and line[:n] in self]
 
 
 class _Tracebacks:
     """The last lines of Python tracebacks, also if a launcher put a prefix before each line."""
 
     def __init__(self) -> None:
-        self._open: dict[
-            bytes, None
-        ] = {}  # prefixes of tracebacks that have not ended, oldest first
+        self._open = _OpenErrors[None]()
         self._errors: list[tuple[int, bytes]] = []
 
     def take(self, first: int, block: bytes) -> None:
         if len(self._errors) >= _MAX_ERRORS or not (self._open or _TRACEBACK in block):
             return
-        for number, line in enumerate(block.split(b"\n"), start=first):
+        lines = block.split(b"\n")
+        for index, line in enumerate(lines):
             at = line.find(_TRACEBACK)
             if at >= 0:
                 prefix = line[line.rfind(b"\r", 0, at) + 1 : at].removesuffix(b"Original ")
                 # A progress bar, such as `[00:01, 9.5it/s]`, has no new line after it.
-                _open_last(self._open, b"" if prefix.endswith(b"]") else prefix, None)
+                self._open.begin(b"" if prefix.endswith(b"]") else prefix, None)
                 continue
-            for prefix in self._open:
+            for prefix in self._open.prefixes_of(line):
                 body = line[len(prefix) :]
-                if not line.startswith(prefix) or not body.strip() or body[:1].isspace():
+                if not body.strip() or body[:1].isspace() or _is_within(lines, index, prefix):
                     continue
                 is_error = _EXCEPTION.match(body) or _DOTTED.match(body)
                 if is_error:
-                    self._errors.append((number, body))
+                    self._errors.append((first + index, body))
                 if is_error or prefix:  # without a prefix, the line may be that of another process
                     del self._open[prefix]
                     break
@@ -239,11 +252,20 @@ class _Tracebacks:
         return None
 
 
+def _is_within(lines: list[bytes], index: int, prefix: bytes) -> bool:
+    """Whether a line of the log is between two lines of a traceback, which another stream has written."""
+    before, after = lines[index - 1], b"".join(lines[index + 1 : index + 2])
+    frame = prefix + _FRAME
+    return after.startswith(frame) or (
+        before.startswith(frame) and after.startswith(prefix + b"    ")
+    )
+
+
 class _Reports:
     """Errors of Paceline with their indented lines, also if a launcher put a prefix before each line."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, tuple[int, list[bytes]]] = {}  # by prefix
+        self._open = _OpenErrors[tuple[int, list[bytes]]]()
         # By first line, which ranks have in common.
         self._texts: dict[bytes, tuple[int, bytes]] = {}
 
@@ -251,7 +273,7 @@ class _Reports:
         if not self._open and b"paceline" not in block:
             return
         for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
-            for prefix in [prefix for prefix in self._open if line.startswith(prefix)]:
+            for prefix in self._open.prefixes_of(line):
                 body = line[len(prefix) :].rstrip()
                 if body.startswith(b"  "):
                     self._open[prefix][1].append(body)
@@ -259,7 +281,7 @@ class _Reports:
                     self._close(prefix)
             if begin := _REPORT.search(line):
                 prefix = line[: begin.start()]
-                _open_last(self._open, prefix, (number, [line[begin.start() :].rstrip()]))
+                self._open.begin(prefix, (number, [line[begin.start() :].rstrip()]))
 
     def _close(self, prefix: bytes) -> None:
         number, lines = self._open.pop(prefix)
