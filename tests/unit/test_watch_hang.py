@@ -303,10 +303,14 @@ def test_a_completed_collective_whose_entry_was_replaced(monkeypatch: pytest.Mon
     in_group_1 = entry(process_group=("1", ""), collective_seq_id=5)
     waits = recorded(0, [], [in_group_1], monkeypatch)
     root = recorded(1, [], [entry(collective_seq_id=900)], monkeypatch, _1=5)
-    late = recorded(2, [], [], monkeypatch, _1=4)
-    found = verdict(waits, root, late, world=3)
-    assert found.culprits == (2,)
-    assert "rank 1 (host b, pid 811) has not entered" not in found.text
+    sends = entry(process_group=("1", ""), is_p2p=True, collective_seq_id=4)
+    for late in (
+        recorded(2, [], [], monkeypatch, _1=4),
+        recorded(2, [], [sends], monkeypatch, _1=900),  # after a send, NCCL counts sends
+    ):
+        found = verdict(waits, root, late, world=3)
+        assert found.culprits == (2,)
+        assert "rank 1 (host b, pid 811) has not entered" not in found.text
 
 
 def test_the_collectives_of_two_backends_are_in_order_of_time(

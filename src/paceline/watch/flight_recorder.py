@@ -46,13 +46,12 @@ def table() -> dict[str, Any]:
     one of each group and backend; ranks and mesh axes of groups."""
     entries = _entries()
     last_numbers: dict[str, int] = {}
-    for entry in entries:
-        if not entry["is_p2p"]:
-            last_numbers[f"{entry['group']} {entry['backend']}"] = entry["collective_seq_id"]
+    for entry in entries:  # a send has the number of the collective before it
+        last_numbers[f"{entry['group']} {entry['backend']}"] = entry["collective_seq_id"]
     for backend, dump in _dumps(entries=False):
         for name, status in dump.get("pg_status", {}).items():
-            # Also of a group without entries, because newer ones of other groups have replaced them. It
-            # counts sends too.
+            # Of a group without entries, because newer ones of other groups have replaced them. With NCCL
+            # this is the number of sends, if the latest operation was one.
             last_numbers.setdefault(f"{name} {backend}", int(status["last_enqueued_collective"]))
     for name, queue in _our_queues():
         entries += (entry | {"group": name, "backend": queue.backend} for entry in queue.waiting())
