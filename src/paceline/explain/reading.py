@@ -147,12 +147,16 @@ def read(stream: BinaryIO) -> Reading:
         tracebacks.take(first, block)
         reports.take(first, block)
         lines = first + block.count(b"\n") - block.endswith(b"\n")
-    told = reports.end()
+    reports_by_line = reports.end()
     # The job knew more than the table does, such as the kernel's count of the processes that it killed.
-    found = [hit for hit in found if not any(hit.cause.search(text) for text in told.values())]
+    found = [
+        hit for hit in found if not any(hit.cause.search(text) for text in reports_by_line.values())
+    ]
     found.sort(key=lambda hit: (KINDS.index(hit.cause.kind), hit.line))
-    shown = [Report(line, text.decode(errors="replace")) for line, text in told.items()]
-    return Reading(lines, tuple(shown), tuple(found), tracebacks.first_unknown(told.values()))
+    shown = [Report(line, text.decode(errors="replace")) for line, text in reports_by_line.items()]
+    return Reading(
+        lines, tuple(shown), tuple(found), tracebacks.first_unknown(reports_by_line.values())
+    )
 
 
 def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -246,8 +250,8 @@ class _Tracebacks:
 
     def first_unknown(self, reports: Collection[bytes]) -> tuple[int, str] | None:
         for number, body in self._errors:
-            is_told = _WRAPPERS.match(body) or any(text.startswith(body) for text in reports)
-            if not is_told and not any(cause.search(body) for cause in causes()):
+            is_reported = _WRAPPERS.match(body) or any(text.startswith(body) for text in reports)
+            if not is_reported and not any(cause.search(body) for cause in causes()):
                 return number, _shown(body, 0)
         return None
 

@@ -26,7 +26,7 @@ from paceline.watch.sampling import profile
 from paceline.watch.stacks import call_of, hash_of, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
-BEAT_S = 0.5
+_BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _dump_later = faulthandler.dump_traceback_later
 
@@ -108,7 +108,7 @@ class Probe:
                 if self._timer:
                     os.lseek(self._fd, len(line), os.SEEK_SET)
                     _dump_later(_DUMP_AFTER_S, file=self._fd)
-            time.sleep(BEAT_S)
+            time.sleep(_BEAT_S)
 
     def _ensure_open(self) -> bool:
         """Open the file again if the script has closed it; False if that is not possible."""

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LINES = 10  # of a report, at most
+_MAX_LINES = 10  # of a report
 
 
 def render(word: str, lines: Sequence[str], why: str, fix: str) -> str:
-    """At most `LINES` lines; those that do not fit are counted."""
-    left = LINES - bool(why) - bool(fix)
+    """At most 10 lines; those that do not fit are counted."""
+    left = _MAX_LINES - bool(why) - bool(fix)
     if len(lines) > left:
         lines = [*lines[: left - 1], f"... and {len(lines) - left + 1} more"]
     text = [f"{word}: {lines[0]}", *(" " * (len(word) + 2) + line for line in lines[1:])]
