@@ -47,6 +47,7 @@ from paceline.audit.events import (
     SamplesLoaded,
     ScheduleStepped,
     SeedSet,
+    TrainingContinues,
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight, reached
@@ -339,6 +340,16 @@ def test_buffers_that_were_compared_are_called_equal() -> None:
     assert isinstance(different_buffers(case([], [])), NotJudged)
 
 
+@pytest.mark.parametrize(("continues", "found"), [(False, FaultFound), (True, NotJudged)])
+def test_buffers_may_be_made_equal_before_an_evaluation_that_was_not_seen(
+    continues: bool, found: type
+) -> None:
+    """The statistics are those of each rank in training, and the watched steps hold no evaluation."""
+    last: list[Event] = [TrainingContinues()] * continues
+    ranks = [[ForwardEnded(trains=True, buffers={"mean": rank}), *last] for rank in range(2)]
+    assert isinstance(different_buffers(case(*ranks)), found)
+
+
 @pytest.mark.parametrize(
     ("solo", "value", "found"),
     [
@@ -499,15 +510,21 @@ def test_the_gradient_of_each_optimizer_is_compared(
     assert judged.evidence.startswith(f"{whose} of step 1 was {ratio} times that of one process")
 
 
-@pytest.mark.parametrize(("rate", "is_note"), [(0.1, False), (0.05, True)])
-def test_a_learning_rate_makes_up_for_a_sum(tmp_path: Path, rate: float, is_note: bool) -> None:
+@pytest.mark.parametrize(
+    ("rate", "weight", "is_note"),
+    [(0.1, 1 / 12, False), (0.05, 1 / 12, True), (0.1, 1.0, True)],
+)
+def test_a_learning_rate_or_a_loss_that_is_a_sum_makes_up_for_a_sum(
+    tmp_path: Path, rate: float, weight: float, is_note: bool
+) -> None:
     first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
     runs = []
     for mode, count, lr in (("solo", 1, 0.1), ("mirrored", 2, rate)):
         (tmp_path / mode).mkdir()
         torch.save({"w": torch.ones(3) * count}, tmp_path / mode / "gradients-0-0.pt")
         step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr])
-        made = run(mode, *[[first, BackwardBegun(at="t.py:1"), step]] * count)
+        backward = BackwardBegun(at="t.py:1", weight=weight, terms=12.0)
+        made = run(mode, *[[first, backward, step]] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
     assert isinstance(judged, FaultFound)
@@ -1055,6 +1072,7 @@ def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
 def test_a_loss_whose_weight_cannot_be_read() -> None:
     assert loss_weight((LOGITS.mean() * LOGITS.sum()).reshape(())) is None
     assert loss_weight(LOGITS.exp().max()) is None
+    assert loss_weight(sum((LOGITS.mean() for _ in range(2000)), LOGITS.sum())) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

@@ -131,6 +131,10 @@ class DDPBuilt(Event):
     ranks: int = 0
 
 
+class TensorsSent(Event):
+    """The rank sent a tensor to another rank, or received one, for the first time."""
+
+
 class JoinEntered(Event):
     """DDP's Join was entered."""
 

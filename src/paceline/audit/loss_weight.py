@@ -30,7 +30,10 @@ class LossWeight:
 
 def loss_weight(loss: torch.Tensor) -> LossWeight | None:
     """The weight of each term; None if the graph is not a reduction followed by scalings."""
-    return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
+    try:
+        return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
+    except RecursionError:
+        return None  # a loss that is added up over many steps, such as those of an RNN
 
 
 def reached(loss: torch.Tensor) -> list[torch.Tensor]:

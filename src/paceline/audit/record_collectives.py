@@ -15,11 +15,12 @@ from torch.distributed.algorithms.join import Join
 from paceline.audit import replay
 from paceline.audit.digests import leaves
 from paceline.audit.evaluations import MAX_METRIC_VALUES
-from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered
+from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered, TensorsSent
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
 
-# Sends and receives are not in this list: not every rank of the group calls them.
+# Not every rank of the group calls these.
+_SENDS = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _COLLECTIVES = (
     "all_reduce",
     "reduce",
@@ -46,6 +47,8 @@ def install(progress: Progress) -> None:
     hooks = CollectiveHooks(progress)
     for name in _COLLECTIVES:
         intercept(name, hooks.collective, c10d, dist)
+    for name in _SENDS:
+        intercept(name, hooks.send, c10d, dist)
     intercept("__enter__", hooks.enter_join, Join)
 
 
@@ -56,6 +59,13 @@ class CollectiveHooks:
         self._progress = progress
         self._recorder = progress.recorder
         self._nesting = Nesting()
+        self._sends = False  # whether the rank has sent or received a tensor
+
+    def send(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._sends:
+            self._sends = True
+            self._recorder.write(TensorsSent())
+        return call(*args, **kwargs)
 
     def collective(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():

@@ -238,8 +238,14 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         evidence=figure,
         effect=f"the gradient is off by a factor of {count if larger else 1 / count:.3g}"
         + ", and the learning rate makes up for it" * is_compensated,
-        is_note=is_compensated,
+        # A sum over all samples grows with their number, on one process too.
+        is_note=is_compensated or (larger and _is_sum(case.solo.ranks[0].first_backward)),
     )
+
+
+def _is_sum(loss: BackwardBegun) -> bool:
+    """Whether each sample has the weight 1 in the loss, however many there are."""
+    return loss.terms > 1 and math.isclose(loss.weight, 1.0)
 
 
 def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:

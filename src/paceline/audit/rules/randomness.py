@@ -18,6 +18,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.shards import divides_batches
 from paceline.errors import name_ranks
 
 # So many forwards with equal noise are a fault.
@@ -151,6 +152,10 @@ def same_augmentation(case: Case) -> Judgement:
             if second.drew.get(generator) == after
             and second.random.get(generator) == first.random.get(generator)
         ]
+        if same and divides_batches(case):
+            return NoFault(
+                "the ranks load the same batches, and each trains on its own part of them."
+            )
         if same:
             return FaultFound(
                 what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from paceline.audit.events import DDPBuilt, OptimizerStepBegun
+from paceline.audit.events import DDPBuilt, OptimizerStepBegun, TensorsSent
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
@@ -76,7 +76,7 @@ class Case:
         groups = [event.ranks for event in log.of(DDPBuilt)]
         if groups or "data" in log.layouts:
             return any(ranks != self.world_size for ranks in groups) or log.exchanges_parts
-        return "parts" in log.layouts or log.exchanges_activations
+        return "parts" in log.layouts or log.exchanges_activations or bool(log.of(TensorsSent))
 
     @property
     def updates_differ(self) -> bool:

@@ -36,7 +36,7 @@ def whole_dataset(case: Case) -> Judgement:
         judgement = by_inputs if isinstance(by_inputs, FaultFound) else judgement
     if not isinstance(judgement, FaultFound):
         return judgement
-    if _divides_batches(case):
+    if divides_batches(case):
         return NoFault("each rank gives the model its own part of each batch.")
     if not case.trains_together:
         return NotJudged(
@@ -202,7 +202,7 @@ def _is_read_whole(loader: LoaderSeen) -> bool:
     return has_torch_sampler and batches * size > samples - size
 
 
-def _divides_batches(case: Case) -> bool:
+def divides_batches(case: Case) -> bool:
     """Whether the ranks get equal batches, and each gives the model a different part of them."""
     sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
     forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import dropwhile
 from typing import NamedTuple
 
-from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded
+from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded, TrainingContinues
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import differing, first_difference
@@ -51,6 +51,12 @@ def different_buffers(case: Case) -> Judgement:
     found = first_difference(differs)
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
+    if not any(evaluations) and any(log.of(TrainingContinues) for log in case.ranks):
+        return NotJudged(
+            "the buffers differ between ranks when training, and no evaluation was seen: they may be made "
+            "equal before it.",
+            is_open=True,
+        )
     point, names = found
     first = uses[0][point]
     return FaultFound(
