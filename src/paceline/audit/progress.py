@@ -39,10 +39,10 @@ class Progress:
     """The state that the hooks of one rank share.
 
     Attributes:
-        steps: Rounds of updates; one round is one update of each optimizer. A training before the first DDP,
-            which rank 0 may do alone, does not count.
+        steps: Rounds in which each optimizer steps once. A training before the first DDP, which rank 0 may
+            do alone, does not count.
         wanted: The steps after which the training ends.
-        updates: Steps of all optimizers.
+        updates: Calls of `optimizer.step()`, of all optimizers together.
         uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
@@ -83,7 +83,9 @@ class Progress:
         return self.steps >= self.wanted
 
     def cuts_pass(self, batches: int) -> bool:
-        """Whether to end a pass of so many batches here, to see the next one begin: the run ends before it.
+        """Whether to end this pass, of so many batches, now.
+
+        The run has too few steps left to reach the end of the pass, and must see the next one begin.
 
         The solo run cuts a pass when its last steps begin; other runs cut after the same step. A replay ends
         where the solo run ended. The next pass begins with that step, and is not cut.

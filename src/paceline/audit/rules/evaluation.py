@@ -206,8 +206,8 @@ class _Comparison:
         mean = sum(n * x for n, x in zip(counts, given, strict=True)) / self.samples
         return _close(mean, result.solo) and not _close(sum(given) / len(given), result.solo)
 
-    def is_mean_of_scores(self, result: _Result) -> bool:
-        """Whether a reduced value differs, and is a sum of scores such as F1.
+    def has_wrong_score(self, result: _Result) -> bool:
+        """Whether the ranks added up scores such as F1, and the result is not that of one process.
 
         A score may be multiplied by the rank's number of samples, for a weighted mean.
         """
@@ -328,7 +328,7 @@ def averaged_metric(case: Case) -> Judgement:
             with_counts += len(each.reduced)
             beside = [r for r in each.reduced if r.call in counts and not r.is_size]
             beside = [] if each.only_ranks_reduce else beside
-            differing = [result for result in beside if each.is_mean_of_scores(result)]
+            differing = [result for result in beside if each.has_wrong_score(result)]
         else:
             judged += len(each.reduced)
             differing = [r for r in each.reduced if each.differs(r) and not r.is_size]

@@ -177,7 +177,8 @@ def _worker(which: tuple[int, int | None]) -> str:
     return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
 
 
-def _state_at_batch(forward: ForwardEnded) -> Any:
+def _state_after_noise(forward: ForwardEnded) -> Any:
+    """The state of torch's generator before the forward, if noise was drawn since the batch."""
     # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
     is_noise = (forward.draws or 0) > _DRAWS_PER_SAMPLE * (forward.samples or 1)
     return forward.random["torch"] if is_noise else None
@@ -198,7 +199,7 @@ _SEED = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
 # what, why and fix of the report.
 _NOISES: tuple[tuple[Callable[[ForwardEnded], Any], str, str, str], ...] = (
     (
-        _state_at_batch,
+        _state_after_noise,
         "draw the same random numbers for their batches",
         "the script draws from torch's generator between the batch and the forward, and its state is the "
         "same on both",
@@ -262,7 +263,7 @@ def same_noise(case: Case) -> Judgement:
             fix=fix,
             evidence=f"it is equal in {len(same)} of {count} forwards",
             effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
-            is_note=noise not in (_state_at_batch, _inputs) and _seeded_by_library(one, same[0]),
+            is_note=noise not in (_state_after_noise, _inputs) and _seeded_by_library(one, same[0]),
         )
     figure = "draws no noise" if not is_drawn else "draws no equal noise on two ranks"
     return NoFault(f"the training {figure} from torch's global generators for its forwards.")

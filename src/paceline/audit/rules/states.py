@@ -51,6 +51,7 @@ class WeightPoint(NamedTuple):
 
     A use is a forward of training or, of a parameter that no forward shows, its next step. In a step, updates
     and uses of a parameter may alternate; `phase` counts the alternations: even at an update, odd at a use.
+    A use, two updates and a use have the phases 1, 2, 2 and 3.
     """
 
     step: int  # the number of an update, from 1; the completed steps before a use
@@ -117,7 +118,8 @@ def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
         else:
             continue
         for name, value in params.items():
-            phases[step, name] += (phases[step, name] % 2 == 1) != is_use
+            if is_use != (phases[step, name] % 2 == 1):
+                phases[step, name] += 1  # an update follows a use, or a use an update
             found[WeightPoint(step, phases[step, name])][name] = value
     return found
 
