@@ -28,7 +28,10 @@ def main():
     torch.manual_seed(0)
     x = torch.randn(192, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)]
+    parts = [
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()),
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+    ]
     stage = nn.Sequential(*parts) if world == 1 else parts[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.05)
     for _ in range(3):

@@ -143,8 +143,8 @@ class Rule:
     works_with_join: bool = True
     # Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
     compares_weights: bool = False
-    # Whether to skip the rule if the ranks hold parts of one model, where what it reports is right.
-    needs_replicas: bool = False
+    # Whether what the rule reports is also a fault if the ranks hold parts of one model.
+    judges_parts: bool = False
     # The names of rules. A fault of one of them also causes what this rule looks for.
     consequence_of: tuple[str, ...] = ()
     is_last: bool = False  # whether the rule is judged only if no rule before it found a fault
