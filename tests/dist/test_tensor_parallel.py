@@ -286,6 +286,7 @@ WRONG = {
     "paceline.fsdp may follow paceline.tensor_parallel.",
     "loss": "loss_parallel has no effect",
     "sequence": "no repeated block with norms",
+    "lists": "no repeated block with norms",
     "length": "the sequence has 7 elements, which do not divide by tp=2",
     "fp16": "precision='fp16' is not supported with tensor_parallel",
     "exact": "reproducible",
@@ -342,6 +343,9 @@ def _refused(job: Any, kind: str) -> None:
         options |= {"plan": BETWEEN, "sequence": True}
     if kind == "sequence":
         net, options["sequence"] = net.layers[0].feed_forward, True
+    if kind == "lists":
+        pairs = [nn.ModuleList([layer.attention, layer.feed_forward]) for layer in net.layers]
+        net.layers, options["sequence"] = nn.ModuleList(pairs), True
     options |= {"loss_parallel": True} if kind == "loss" else {}
     options |= {"sequence": True} if kind == "length" else {}
     if kind == "ddp":

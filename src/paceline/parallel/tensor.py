@@ -336,13 +336,16 @@ def _sequence_blocks(module: nn.Module, styles: Mapping[str, str | ParallelStyle
     """The blocks between which the sequence is split, in their order.
 
     A block has submodules that hold split layers, such as attention. Modules whose split layers are all their
-    own children do not count: a model may keep attention and feed-forward modules in two separate lists.
+    own children do not count: a model may keep attention and feed-forward modules in two separate lists. Nor
+    do lists in a list, which no forward calls.
     """
     split = {name.rpartition(".")[0] for name, style in styles.items() if style == ROWWISE}
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         children = [f"{path}.{name}" if path else name for name, _ in container.named_children()]
+        if any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in container):
+            continue
         inside = [any(s.startswith(f"{child}.") for s in split) for child in children]
         if children and all(inside):
             return children
