@@ -79,6 +79,24 @@ def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_lines_name_their_rank_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import logging, paceline\n"
+        "def work(job):\n"
+        "    logging.getLogger('paceline').warning('slow')\n"
+        "paceline.spawn(work, nproc=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert sorted(done.stderr.splitlines()) == ["[1] paceline: slow", "paceline: slow"]
+
+
 def test_main_is_itself_again_when_a_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
     before = dict(vars(main))

@@ -264,6 +264,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
+        PACELINE_LAUNCHED="1",  # the lines of output begin with the rank
     )
     return environ
 
