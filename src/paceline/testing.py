@@ -1,10 +1,10 @@
 """Test code that runs on several ranks: `run_ranks`, faults as data, and digests.
 
     def _total(job, x):
-        return paceline.job.collectives.sum_numbers(job, [x * (job.rank + 1)])
+        return sum(paceline.gather(job, x * (job.rank + 1)))
 
     def test_total():
-        assert run_ranks(_total, 2.0, nproc=3) == [[12.0]] * 3
+        assert run_ranks(_total, 2.0, nproc=3) == [12.0] * 3
 
 Ranks return values and the parent asserts. Three timeouts are nested: that of a collective is shorter than
 the deadline of `run_ranks`, which is shorter than that of pytest.

@@ -40,7 +40,7 @@ def _facts(job: Any) -> dict[str, Any]:
         "device": str(job.device),
         "total": total.tolist(),
         "gathered": collectives.gather(job, {"r": job.rank, "text": "x" * job.rank}),
-        "sum": collectives.sum_numbers(job, [job.rank, 0.5]),
+        "sum": collectives.sum_tensor(job, torch.tensor([job.rank, 0.5])).tolist(),
         "agreed": paceline.agree(job, "a thing", [1, "two"]),
         "from rank 0": paceline.on_rank0(job, lambda: {"rank": job.rank}),
         "drawn": [torch.rand(1).item(), float(np.random.rand()), random.random()],
@@ -130,7 +130,7 @@ def test_waiting_for_rank_0_can_be_bounded() -> None:
 def _sums(job: Any, faults: list[Fault]) -> str:
     for step in range(3):
         inject(job, faults, step)
-        collectives.sum_numbers(job, [1.0])
+        collectives.gather(job, 1.0)
     return "done"
 
 
@@ -161,7 +161,7 @@ def _fails_and_joins_again(job: Any) -> dict[str, Any]:
     released = hook.peers is None
     sys.excepthook(KeyError, KeyError("of the program"), None)  # as at the top of the program
     with paceline.join() as again:
-        total = collectives.sum_numbers(again, [1.0])
+        total = sum(collectives.gather(again, 1.0))
         peers = again.peers
         return {
             "released": released,
@@ -177,7 +177,7 @@ def test_after_a_caught_error_other_errors_end_no_process_and_the_next_join_has_
         {
             "released": True,
             "shown": ["KeyError"],
-            "total": [2.0],
+            "total": 2.0,
             "has new peers": True,
             "knows the old failure": False,
         }

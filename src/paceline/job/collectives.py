@@ -107,14 +107,6 @@ def gather_rows(job: Job, row: torch.Tensor, group: dist.ProcessGroup | None) ->
     return rows
 
 
-def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
-    """Add up the numbers of all data ranks, element by element, in float64 (exact for counts up to 2^53).
-
-    Collective: all ranks, same order as the job's other collectives.
-    """
-    return sum_tensor(job, torch.tensor(numbers, dtype=torch.float64)).tolist()
-
-
 def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
     """Add up the CPU tensors of all data ranks, in place, and return the tensor.
 
