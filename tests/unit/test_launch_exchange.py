@@ -233,7 +233,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     there.publish_states([ended])
     there.announce_failure()  # node 1 has judged first, and ends its ranks
     assert agent._monitor_workers(worker_group) == "failed"
-    (said,) = (call.args[0] for call in ranks.say.call_args_list)
+    (said,) = (call.args[0] for call in ranks.show.call_args_list)
     assert said.startswith("hang: rank 0 (host a, pid 6) has waited 12 s in all_reduce #4")
     assert "has not entered it: ended with exit code 0" in said
     watch._others_until = 1.0

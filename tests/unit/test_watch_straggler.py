@@ -434,7 +434,7 @@ def watched(
         silent: whether rank 1 answers nothing.
     """
     said: list[str] = []
-    watch = StragglerWatch(SimpleNamespace(say=said.append))  # type: ignore[arg-type]
+    watch = StragglerWatch(SimpleNamespace(show=said.append))  # type: ignore[arg-type]
     entered = arrivals(work, steps, world=world)
     ranks: Any = [Rank(rank, dict(entered[rank]), spent(rank)) for rank in entered]
     if silent:

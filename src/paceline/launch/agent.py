@@ -135,7 +135,7 @@ class Agent(LocalElasticAgent):
             self._local_ranks.has_begun = True
             self._announce(worker_group, nodes)
         else:
-            self._local_ranks.say(f"paceline: restarted ranks on this host: {self._pids()}\n")
+            self._local_ranks.say(f"restarted ranks on this host: {self._pids()}")
 
     def _announce(self, group: WorkerGroup, nodes: int) -> None:
         world_size = group.workers[0].world_size
@@ -153,7 +153,7 @@ class Agent(LocalElasticAgent):
         if not self._options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
         for text in (*self._options.notes, *self._network_notes(nodes), ", ".join(parts)):
-            self._local_ranks.say(f"paceline: {text}\n")
+            self._local_ranks.say(text)
 
     def _pids(self) -> str:
         return "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks)
@@ -258,9 +258,7 @@ class Agent(LocalElasticAgent):
 
         def failed(text: str) -> None:
             if not failures:
-                self._local_ranks.say(
-                    f"paceline: the log file {text}; the job goes on without it\n"
-                )
+                self._local_ranks.say(f"the log file {text}; the job goes on without it")
             failures.append(text)
 
         for index, paths, tees in (
@@ -360,7 +358,7 @@ class Agent(LocalElasticAgent):
         try:
             hang = (self._watch.finish if finish else self._watch.check)(world_size)
         except Exception as error:  # a defect of the diagnosis must not end the job
-            self._local_ranks.say(f"paceline: the detection of hangs is off: {error!r}\n")
+            self._local_ranks.say(f"the detection of hangs is off: {error!r}")
             self._watch = hang = None
         if hang is None:
             return False
@@ -404,10 +402,11 @@ class Agent(LocalElasticAgent):
         """End this round after a failure, and report the failure."""
         ranks, elsewhere, silent = self._stop_after_failure()
         outcomes = [rank.outcome() for rank in ranks]
-        say = self._local_ranks.say
         first = find_first_failure([*outcomes, *elsewhere])
         if first is None:
-            say("paceline: a rank of another node failed; its launcher did not report the error\n")
+            self._local_ranks.say(
+                "a rank of another node failed; its launcher did not report the error"
+            )
             self.first_failure = None
             return RunResult(state=WorkerState.FAILED)
         repeated = self._repeats(first)
@@ -425,9 +424,9 @@ class Agent(LocalElasticAgent):
             calls={rank.rank: last_call(rank.answers.get("state", {})) for rank in ranks},
         )
         if self._restarts_left > 0:
-            say(render_restart(first, info))
+            self._local_ranks.show(render_restart(first, info))
         else:
-            say(self._write_report(ranks, outcomes, render_failure(first, info)))
+            self._local_ranks.show(self._write_report(ranks, outcomes, render_failure(first, info)))
         failures = {
             outcome.rank: ProcessFailure(
                 local_rank=rank.local_rank,
@@ -460,7 +459,7 @@ class Agent(LocalElasticAgent):
         what_next = (
             restart if may_restart else "the ranks of this node had already ended with exit code 0"
         )
-        self._local_ranks.say(f"paceline: {why}; {what_next}\n")
+        self._local_ranks.say(f"{why}; {what_next}")
         self._stop_ranks(signal.SIGTERM, may_save=False)
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)
 
@@ -472,7 +471,7 @@ class Agent(LocalElasticAgent):
         if not self._local_ranks.ranks:
             return
         # torch calls this if a node wants to join. No rank has failed, so a training may save first.
-        self._local_ranks.say("paceline: a node joins: all ranks stop, and begin again with it\n")
+        self._local_ranks.say("a node joins: all ranks stop, and begin again with it")
         self._stop_ranks(signal.SIGTERM, may_save=True)
         self.preempted = False
 

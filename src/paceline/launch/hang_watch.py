@@ -196,7 +196,7 @@ class HangWatch:
         try:
             return self._stragglers.check(now, alive, entered)
         except Exception as error:  # a defect of this diagnosis must not end the detection of hangs
-            self._local_ranks.say(f"paceline: the detection of stragglers is off: {error!r}\n")
+            self._local_ranks.say(f"the detection of stragglers is off: {error!r}")
             self._stragglers = None
             return False
 
@@ -237,7 +237,7 @@ class HangWatch:
             self._alarmed = False
             # The same hang may happen again; a notice is given once.
             self._reported = {(alarm, *key) for alarm, *key in self._reported if not alarm}
-            self._local_ranks.say("paceline: the ranks make progress again\n")
+            self._local_ranks.say("the ranks make progress again")
 
     def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> bool:
         """Sample a rank; returns whether it has made progress since the last sample."""
@@ -308,7 +308,7 @@ class HangWatch:
             return None
         if diagnosis.key not in self._reported:
             self._reported.add(diagnosis.key)
-            self._local_ranks.say(diagnosis.text)
+            self._local_ranks.show(diagnosis.text)
         if not diagnosis.alarm:
             return None
         self._alarmed = True
@@ -334,7 +334,7 @@ class HangWatch:
             for name in NAMES:
                 if name.path in answer["missing"] and name.path not in self._missing:
                     self._missing.add(name.path)
-                    self._local_ranks.say(f"paceline: torch has no {name.path}: {name.without}\n")
+                    self._local_ranks.say(f"torch has no {name.path}: {name.without}")
             main = answer["threads"][0]
             reported |= {
                 "where": read_stack(main["stack"], cwd),

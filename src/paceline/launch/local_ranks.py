@@ -408,7 +408,7 @@ class LocalRanks:
         self.pump = Pump()
         self.pump.on_turn = self._follow_window_size
         self.pump.on_error = lambda error: self.say(
-            f"paceline: an error of Paceline itself, after which output may be missing: {error!r}\n"
+            f"an error of Paceline itself, after which output may be missing: {error!r}"
         )
         self.ranks: list[Rank] = []
         self.has_begun = False
@@ -654,8 +654,12 @@ class LocalRanks:
         return [rank.outcome() for rank in self.ranks]
 
     def say(self, text: str) -> None:
-        """Write a message to standard error, after complete lines; does not block."""
-        self.pump.say(text, self.consoles.err)
+        """Write `paceline: <text>` to standard error, after complete lines; does not block."""
+        self.show(f"paceline: {text}\n")
+
+    def show(self, report: str) -> None:
+        """Write a report of one or more lines as it is; otherwise as `say`."""
+        self.pump.say(report, self.consoles.err)
 
     def _read_all_events(self, ranks: Sequence[Rank]) -> None:
         # The last event of a rank and its end may be seen in either order.

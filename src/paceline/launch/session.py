@@ -86,9 +86,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> 
 
     def stuck(number: int) -> None:
         # The main thread waits in native code of torch, possibly for minutes, and cannot handle the signal.
-        local_ranks.say(
-            f"paceline: {signal.Signals(number).name} received while torch waits for other nodes\n"
-        )
+        local_ranks.say(f"{signal.Signals(number).name} received while torch waits for other nodes")
         for rank in local_ranks.ranks:
             rank.kill()
         local_ranks.pump.drain(stalled_s=1.0)
@@ -104,7 +102,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> 
     with received_signals.handled(numbers, force=forced):
         try:
             if options.waiting_message:
-                local_ranks.say(f"paceline: {options.waiting_message}\n")
+                local_ranks.say(options.waiting_message)
             with received_signals.interruptible():
                 rendezvous = _rendezvous(options, local_ranks)
         except SignalException as error:
@@ -114,7 +112,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> 
         except ValueError as error:
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
         except LaunchFailed as error:
-            local_ranks.say(f"paceline: {error}\n")
+            local_ranks.say(str(error))
             return ExitCode.FAILED
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
@@ -147,18 +145,18 @@ def _run_agent(
         if agent.preempted:
             return _preempted(local_ranks)
         at = f"; {agent.interrupted_at}" if agent.interrupted_at else ""
-        local_ranks.say(f"paceline: received {error.sigval.name}; all local ranks have ended{at}\n")
+        local_ranks.say(f"received {error.sigval.name}; all local ranks have ended{at}")
         return 128 + error.sigval
     except LaunchFailed as error:
         events.record(agent.get_event_failed(), config.event_log_handler)
-        local_ranks.say(f"paceline: {error}\n")
+        local_ranks.say(str(error))
         return ExitCode.FAILED
     except (RendezvousError, DistError) as error:
         events.record(agent.get_event_failed(), config.event_log_handler)
         return _rendezvous_failed(local_ranks, options, error)
     finally:
         if agent.step_profile is not None:
-            local_ranks.say(f"paceline: {agent.step_profile.report()}\n")
+            local_ranks.say(agent.step_profile.report())
         if not stay_open:
             rendezvous.shutdown()
 
@@ -172,7 +170,7 @@ def _run_agent_of_torch(
     """Run the job as torchrun does, because this torch lacks a name that `Agent` needs."""
     local_ranks.discard()
     for name in options.without_effect_in_torch:
-        local_ranks.say(f"paceline: {name} has no effect: torch's own agent runs the ranks\n")
+        local_ranks.say(f"{name} has no effect: torch's own agent runs the ranks")
     logs = options.config.logs_specs
     assert logs is not None
     agent = LocalElasticAgent(
@@ -196,8 +194,8 @@ def _run_agent_of_torch(
 
 def _preempted(local_ranks: LocalRanks) -> int:
     local_ranks.say(
-        "paceline: preempted: all ranks stopped after the same step; "
-        f"exit code {ExitCode.PREEMPTED} asks to be started again\n"
+        "preempted: all ranks stopped after the same step; "
+        f"exit code {ExitCode.PREEMPTED} asks to be started again"
     )
     return ExitCode.PREEMPTED
 
@@ -210,7 +208,7 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
         f"{config.min_nodes} to {config.max_nodes} nodes"
     )
     if local_ranks.has_begun and isinstance(error, RendezvousClosedError):
-        local_ranks.say("paceline: another node has ended the job; its launcher reports why\n")
+        local_ranks.say("another node has ended the job; its launcher reports why")
         return ExitCode.FAILED
     if local_ranks.has_begun:
         lost = LaunchFailed(
@@ -220,7 +218,7 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
             fix="start the job again on all nodes: a training resumes from its last checkpoint "
             f"(schedulers can restart on exit code {ExitCode.UNAVAILABLE}).",
         )
-        local_ranks.say(f"paceline: {lost}\n")
+        local_ranks.say(str(lost))
         return ExitCode.UNAVAILABLE
     is_gone = isinstance(error, RendezvousConnectionError)
     reason = "the connection to the rendezvous was lost" if is_gone else type(error).__name__
@@ -233,7 +231,7 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
         fix="start `paceline run` on each node, with the same --nnodes, --rdzv-endpoint and "
         "--rdzv-id, and check that this node can reach that endpoint.",
     )
-    local_ranks.say(f"paceline: {failure}\n")
+    local_ranks.say(str(failure))
     return ExitCode.FAILED
 
 
@@ -269,7 +267,7 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
             is_file=options.is_python and not args.module,
         ),
         ports=options.ports,
-        say=lambda text: local_ranks.say(f"paceline: {text}\n"),
+        say=local_ranks.say,
     )
 
 

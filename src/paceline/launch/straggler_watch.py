@@ -144,6 +144,6 @@ class StragglerWatch:
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         after = sample_host([rank.pid for rank in alive])
         process = f"host {socket.gethostname()}, pid {pid}"
-        self._local_ranks.say(describe(found, process, where, self._host, after, pid))
+        self._local_ranks.show(describe(found, process, where, self._host, after, pid))
         for rank in alive:  # rank 0 leaves it out of its advice; the answers are not read
             rank.send({"do": "slow_ranks", "id": -1, "ranks": list(found.ranks)})
