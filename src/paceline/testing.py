@@ -28,7 +28,7 @@ from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.mesh import Mesh
 from paceline.job.store_server import serve_here
-from paceline.launch.spawning import Outcome, run_outcomes, spawn
+from paceline.launch.spawning import RankResult, run_outcomes, spawn
 
 COLLECTIVE_TIMEOUT_S = 20.0
 DEADLINE_S = 60.0
@@ -86,7 +86,7 @@ def run_failing_ranks(
     faults: Sequence[Fault] = (),
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
-) -> list[Outcome]:
+) -> list[RankResult]:
     """Like `run_ranks`, but return the outcome of each rank, errors included, instead of raising.
 
     Args:

@@ -150,7 +150,7 @@ def test_signals(tmp_path: Path, number: int, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_victims_alone(tmp_path: Path) -> None:
+def test_followers_alone(tmp_path: Path) -> None:
     timeout = "join()\nif rank == 0: dist.all_reduce(torch.ones(4))\ntime.sleep(30)"
     text = _torchrun(timeout, tmp_path).partition("torch.distributed.elastic")[0]
     assert _first(text.partition("ChildFailed")[0]) == "gloo-timeout"

@@ -68,7 +68,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None
 
 
 EVENT = {
-    "event": "failed",
+    "event": "final_error",
     "type": "ValueError",
     "kinds": ["builtins.ValueError"],
     "message": "told by nobody",

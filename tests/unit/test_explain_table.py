@@ -49,7 +49,7 @@ def test_lines_that_only_look_like_messages_are_not_found() -> None:
     assert _lines(*harmless).found == ()
 
 
-def test_an_original_error_comes_before_earlier_victims() -> None:
+def test_an_original_error_comes_before_earlier_followers() -> None:
     found = _lines(
         "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
         "RuntimeError: Connection closed by peer [127.0.0.1]:1",

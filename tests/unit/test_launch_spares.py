@@ -58,10 +58,10 @@ def test_a_stopped_rank_is_killed_only_if_another_rank_runs(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("paceline.launch.local_ranks.time.monotonic", lambda: now)
-    stopped = Mock(returncode=None, frozen_at=now, **{"watch_freeze.return_value": True})
-    other = Mock(returncode=returncode, **{"watch_freeze.return_value": False})
+    stopped = Mock(returncode=None, suspended_at=now, **{"check_suspended.return_value": True})
+    other = Mock(returncode=returncode, **{"check_suspended.return_value": False})
     local_ranks: Any = object.__new__(LocalRanks)
     local_ranks.ranks = [stopped, other]
     now += 1.0
-    local_ranks.kill_frozen()
+    local_ranks.kill_suspended()
     assert stopped.send_signal.called is killed

@@ -131,7 +131,7 @@ class ProcessHooks:
                 return
 
     def send(self, send: Callable[..., bool], event: dict[str, Any]) -> bool:
-        if event.get("event") in ("failed", "exit", "interrupted"):
+        if event.get("event") in ("final_error", "exit", "interrupted"):
             names = {each.name for each in fields(Failed)}
             self._recorder.write(Failed(**{k: v for k, v in event.items() if k in names}))
         return send(event)

@@ -156,7 +156,7 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     if not failed:
         return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
     # A rank may have failed only because another one did.
-    log = next((each for each in failed if not _is_victim(each)), failed[0])
+    log = next((each for each in failed if not _is_follower(each)), failed[0])
     failure = log.first(Failed) or Failed()
     error, message = failure.type, _message(failure)
     exit_ = log.first(ExitCalled) or ExitCalled(code=failure.code)
@@ -204,10 +204,10 @@ def _message(failure: Failed) -> str:
     return next(iter(failure.message.strip().splitlines()), "")
 
 
-def _is_victim(log: RankLog) -> bool:
+def _is_follower(log: RankLog) -> bool:
     """Whether a rank's error is known to follow from the failure of another rank."""
     known = recognise(_message(log.first(Failed) or Failed()))
-    return known is not None and known.cause.kind == "victim"
+    return known is not None and known.cause.kind == "follower"
 
 
 def _no_step(run: Run) -> Refused:

@@ -32,7 +32,7 @@ from paceline.checkpoint.store import (
     sweep,
     unused_name,
 )
-from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
+from paceline.checkpoint.writer import Buffer, Save, SaveOutcome, Staging
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
@@ -405,7 +405,7 @@ class Checkpoints:
             return False
 
     def _error(
-        self, job: Job, save: Save, outcome: Outcome
+        self, job: Job, save: Save, outcome: SaveOutcome
     ) -> CheckpointError | NonFinite | SaveFailed:
         step, where = save.step, f"rank {outcome.rank} of {job.world_size}"
         if outcome.kind == "non-finite":

@@ -153,7 +153,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended.
 
     Args:
@@ -173,12 +173,12 @@ class _Cancelled(Exception):
     """The job is being abandoned."""
 
 
-def _failed(error: Exception) -> Outcome:
+def _failed(error: Exception) -> SaveOutcome:
     """The outcome of a save that raised `error`."""
     kind = "disk" if isinstance(error, OSError) else "other"
     if isinstance(error, StorageError):
-        return Outcome(kind=kind, text=str(error), fix=error.fix)
-    return Outcome(kind=kind, text=f"{type(error).__name__}: {error}")
+        return SaveOutcome(kind=kind, text=str(error), fix=error.fix)
+    return SaveOutcome(kind=kind, text=f"{type(error).__name__}: {error}")
 
 
 def _lower_priority() -> None:
@@ -223,7 +223,7 @@ class Save:
     ) -> None:
         self.step = step
         self.staging = staging
-        self.outcome: Outcome | None = None
+        self.outcome: SaveOutcome | None = None
         self.cost_s = 0.0
         self._rank, self._world_size = job.rank, job.world_size
         self._timeout_s = job.timeout_s
@@ -247,7 +247,7 @@ class Save:
         """Whether its thread has ended."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """Return when it has ended."""
         self._thread.join()
         return self.outcome
@@ -264,9 +264,9 @@ class Save:
         except _Cancelled:
             return
         except TimeoutError as error:
-            self.outcome = Outcome(kind="other", text=str(error))
+            self.outcome = SaveOutcome(kind="other", text=str(error))
         except RuntimeError as error:  # the job's store ended with rank 0
-            self.outcome = Outcome(kind="other", text=f"the job's store is gone: {error}")
+            self.outcome = SaveOutcome(kind="other", text=f"the job's store is gone: {error}")
         except Exception as error:  # None would mean "cancelled"
             self.outcome = _failed(error)
         self.cost_s = time.thread_time() - began
@@ -310,7 +310,7 @@ class Save:
             digests.append(hashlib.sha256(part).hexdigest())
             yield part
 
-    def _conclude(self, own: dict[str, Any]) -> Outcome:
+    def _conclude(self, own: dict[str, Any]) -> SaveOutcome:
         if self._acks is None:
             return self._commit([own])
         self._acks.set(f"{self._rank}", json.dumps(own))
@@ -323,7 +323,7 @@ class Save:
             self._acks.set("outcome", json.dumps(asdict(outcome)))
             return outcome
         self._await(["outcome"])
-        return Outcome(**json.loads(self._acks.get("outcome")))
+        return SaveOutcome(**json.loads(self._acks.get("outcome")))
 
     def _await(self, keys: list[str]) -> None:
         assert self._acks is not None
@@ -336,7 +336,7 @@ class Save:
                 raise TimeoutError(f"not all ranks have written within {self._timeout_s:g} s")
             pause_s = min(2 * pause_s, 0.1)
 
-    def _commit(self, acks: list[dict[str, Any]]) -> Outcome:
+    def _commit(self, acks: list[dict[str, Any]]) -> SaveOutcome:
         outcome = self._commit_or_fail(acks)
         if outcome.kind != "saved":
             try:
@@ -354,16 +354,16 @@ class Save:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
         return outcome
 
-    def _commit_or_fail(self, acks: list[dict[str, Any]]) -> Outcome:
+    def _commit_or_fail(self, acks: list[dict[str, Any]]) -> SaveOutcome:
         for rank, ack in enumerate(acks):
             if ack["kind"] != "saved":
-                return replace(Outcome(**ack), rank=rank)
+                return replace(SaveOutcome(**ack), rank=rank)
         try:
             finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, self._manifest(acks), self._scratch)
         except Exception as error:  # the other ranks wait for the outcome
             return _failed(error)
-        return Outcome(kind="saved")
+        return SaveOutcome(kind="saved")
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
         shapes = self.staging.layout.shapes

@@ -17,7 +17,7 @@ HELP = "explain known messages in a log: meaning, cause and fix"
 _PREFIX = {
     "cause": "",
     "sign": "symptom: ",
-    "victim": "follows from another rank: ",
+    "follower": "follows from another rank: ",
     "note": "harmless: ",
 }
 
@@ -130,7 +130,7 @@ def _markdown() -> str:
     headings = {
         "cause": "Causes",
         "sign": "Symptoms: the lines around them show the cause",
-        "victim": "Followers: the error is in another rank's log",
+        "follower": "Followers: the error is in another rank's log",
         "note": "Harmless",
     }
     for kind, heading in headings.items():

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
-KINDS = ("cause", "sign", "victim", "note")  # the most useful first
+KINDS = ("cause", "sign", "follower", "note")  # the most useful first
 
 _BLOCK_BYTES = 1 << 20
 _GAP = rb"[^\n\r]{0,300}?"

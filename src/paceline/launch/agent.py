@@ -302,7 +302,7 @@ class Agent(LocalElasticAgent):
             alive = [rank for rank in ranks.ranks if rank.returncode is None]
             self.step_profile.check(time.monotonic(), alive)
         if self._restarts_left > 0:
-            ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
+            ranks.kill_suspended()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":
                 ranks.keep_spares()
         if ranks.failing:

@@ -49,7 +49,7 @@ _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
 _STATE_S = 1.0  # how long running ranks may take to report their state after a failure
 _SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
-_FROZEN_S = 1.0  # a debugger or a profiler may stop a rank for a moment
+_SUSPENDED_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank. Those of the last seconds matter.
 _RECORDED_COLLECTIVES = "256"
 _PROBE_BYTES = 1 << 20
@@ -60,8 +60,8 @@ _ERROR: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list}
 _ERROR |= {"lost_peer": bool, "shown": bool}
 _ERROR |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
 _EVENTS: dict[str, dict[str, Any]] = {
-    "failed": _ERROR,  # the rank ends by itself now
-    "raised": _ERROR,  # an error that may explain a later exit; the rank may go on
+    "final_error": _ERROR,  # the rank ends by itself now
+    "seen_error": _ERROR,  # an error that may explain a later exit; the rank may go on
     "exit": {"place": str},  # the script has called sys.exit()
     "interrupted": {"place": str},  # the script was there at a KeyboardInterrupt
     # The script has set a variable that torch._dynamo may read when it is imported.
@@ -113,9 +113,9 @@ class Rank:
         self._unanswered: set[str] = set()  # kinds of questions
         self.returncode: int | None = None
         self.ended_at = 0.0
-        self.stopped_at: float | None = None  # when the launcher first told it to end
-        self.frozen_at: float | None = None  # monotonic, unlike the others
-        self.frozen = False  # killed because SIGSTOP had stopped it
+        self.told_to_end_at: float | None = None  # when the launcher first told it to end
+        self.suspended_at: float | None = None  # monotonic, unlike the others
+        self.suspended = False  # killed because SIGSTOP had stopped it
         self.has_script = False
         self.hung = False
         self._pump = pump
@@ -233,17 +233,17 @@ class Rank:
     @property
     def reported_error(self) -> bool:
         """Whether it has reported an error and will end by itself."""
-        return any(event["event"] == "failed" for event in list(self.events))
+        return any(event["event"] == "final_error" for event in list(self.events))
 
-    def watch_freeze(self, now: float) -> bool:
-        """Whether it is stopped by SIGSTOP; also sets `frozen_at`. `now` is monotonic."""
+    def check_suspended(self, now: float) -> bool:
+        """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
         import psutil
 
-        frozen = False
+        suspended = False
         with contextlib.suppress(psutil.Error):  # it has just ended
-            frozen = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        self.frozen_at = (self.frozen_at or now) if frozen else None
-        return frozen
+            suspended = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        self.suspended_at = (self.suspended_at or now) if suspended else None
+        return suspended
 
     def send_signal(self, number: int, *, stops: bool = True) -> None:
         """Send a signal to the rank's own process, not to its children.
@@ -253,7 +253,7 @@ class Rank:
         """
         if self.poll() is None:
             if stops:
-                self.stopped_at = self.stopped_at or time.time()
+                self.told_to_end_at = self.told_to_end_at or time.time()
             self.process.send_signal(number)
 
     def kill(self) -> None:
@@ -322,7 +322,7 @@ class Rank:
         """How it ended, as far as known."""
         error, exit_place, interrupted_at, at, step = None, None, "", self.ended_at, 0
         for event in list(self.events):
-            if event["event"] in ("raised", "failed"):
+            if event["event"] in ("seen_error", "final_error"):
                 at, step = event["time"], event["step"]
                 fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
                 error = Error(**fields | {"kinds": tuple(event["kinds"])})
@@ -344,10 +344,10 @@ class Rank:
             exit_place=exit_place,
             interrupted_at=interrupted_at,
             hung=self.hung,
-            frozen=self.frozen,
+            suspended=self.suspended,
             step=step,
             abort_message=abort.decode(errors="replace"),
-            stopped=self.stopped_at is not None and (at == 0.0 or at > self.stopped_at),
+            stopped=self.told_to_end_at is not None and (at == 0.0 or at > self.told_to_end_at),
         )
 
 
@@ -521,17 +521,17 @@ class LocalRanks:
         """Make `wait_change` return; from any thread."""
         self._changed.set()
 
-    def kill_frozen(self) -> None:
+    def kill_suspended(self) -> None:
         """Kill ranks that are stopped by SIGSTOP, because the others would wait for them forever.
 
         If every running rank is stopped, assume a deliberate suspension and do nothing.
         """
         now = time.monotonic()
         running = [rank for rank in self.ranks if rank.returncode is None]
-        frozen = [rank for rank in running if rank.watch_freeze(now)]
-        for rank in frozen if len(frozen) < len(running) else ():
-            if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
-                rank.frozen = True  # this end counts as a failure of the rank
+        suspended = [rank for rank in running if rank.check_suspended(now)]
+        for rank in suspended if len(suspended) < len(running) else ():
+            if rank.suspended_at is not None and now - rank.suspended_at >= _SUSPENDED_S:
+                rank.suspended = True  # this end counts as a failure of the rank
                 rank.send_signal(signal.SIGKILL, stops=False)
 
     @property
@@ -569,7 +569,7 @@ class LocalRanks:
                 rank.kill()
             elif not rank.reported_error:
                 if not may_save:
-                    rank.stopped_at = rank.stopped_at or time.time()
+                    rank.told_to_end_at = rank.told_to_end_at or time.time()
                     rank.send({"do": "ignore_preemption"})
                 rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)

@@ -131,8 +131,8 @@ def _known_cause(outcome: RankOutcome) -> Found | None:
     text = outcome.how if error is None else f"{error.type}: {error.message}"
     # The text that native code wrote when it aborted says more than the signal.
     found = recognise(outcome.abort_message) or recognise(text)
-    # An entry about a lost peer ("victim") adds nothing: the summary names the followers already.
-    return None if found is None or found.cause.kind == "victim" else found
+    # An entry about a lost peer ("follower") adds nothing: the summary names the followers already.
+    return None if found is None or found.cause.kind == "follower" else found
 
 
 def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
@@ -151,7 +151,7 @@ def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
         return ""
     if cause := _cause_by_counters(outcome, info, known):
         return cause
-    if outcome.frozen:
+    if outcome.suspended:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
@@ -185,7 +185,7 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
         return f"the kernel killed a process of this job for memory: {killed}."
     if killed and outcome.returncode == -signal.SIGKILL:
         return f"the kernel killed it for memory: {killed}."
-    if outcome.error is not None or outcome.frozen:
+    if outcome.error is not None or outcome.suspended:
         return ""
     if outcome.returncode == -signal.SIGKILL and after.kills is not None:
         why = "It was not the kernel: its count of out-of-memory kills did not change."
@@ -197,7 +197,7 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
 
 
 def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
-    if outcome.hung or outcome.frozen:
+    if outcome.hung or outcome.suspended:
         return ""
     if outcome.ended_early and outcome.returncode == ExitCode.PREEMPTED:
         return "let all ranks stop after the same step, as those of a `Training` do."

@@ -57,7 +57,7 @@ _PRELOADED = [
 
 
 @dataclass
-class Outcome:
+class RankResult:
     """The result of one rank: its value, or its error.
 
     Args:
@@ -148,7 +148,7 @@ def run_outcomes(
     deadline_s: float | None = None,
     mesh: Mesh | None = None,
     store: dist.TCPStore | None = None,
-) -> list[Outcome]:
+) -> list[RankResult]:
     """As `spawn`, but return the outcome of each rank instead of raising.
 
     `store` is for the rendezvous of the ranks; None creates one.
@@ -288,7 +288,7 @@ def _serve(
     )
     streams = [_Lines(sys.stdout, rank), _Lines(sys.stderr, rank)]
     sys.stdout, sys.stderr = streams
-    outcome = Outcome(rank)
+    outcome = RankResult(rank)
     try:
         function, args = cloudpickle.loads(payload)
         with join(**options) as job:
@@ -345,7 +345,7 @@ class _Lines:
         return False
 
 
-def _pack(outcome: Outcome) -> bytes:
+def _pack(outcome: RankResult) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(outcome)
         cloudpickle.loads(data)  # some exceptions pickle, but cannot be read again
@@ -359,8 +359,8 @@ def _pack(outcome: Outcome) -> bytes:
         return cloudpickle.dumps(outcome)  # type: ignore[no-any-return]
 
 
-def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[RankResult]:
+    outcomes: dict[int, RankResult] = {}
     start = time.monotonic()
     deadline = None if deadline_s is None else start + deadline_s
     while len(outcomes) < len(ranks):
@@ -384,9 +384,9 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
     return [outcomes[number] for number in range(len(ranks))]
 
 
-def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
+def _unfinished(number: int, rank: _Rank, after_s: float) -> RankResult:
     error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    outcome = Outcome(number, error=error, text=rank.dump_stacks())
+    outcome = RankResult(number, error=error, text=rank.dump_stacks())
     rank.process.kill()
     return outcome
 
@@ -398,10 +398,10 @@ def _rank_outcome(
     return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
 
 
-def _receive(number: int, rank: _Rank) -> Outcome:
+def _receive(number: int, rank: _Rank) -> RankResult:
     with contextlib.suppress(EOFError, ConnectionResetError):
         if rank.pipe.poll():
-            outcome: Outcome = cloudpickle.loads(rank.pipe.recv_bytes())
+            outcome: RankResult = cloudpickle.loads(rank.pipe.recv_bytes())
             return outcome
     rank.process.join(timeout=_GRACE_S)
     code = rank.process.exitcode or 0
@@ -411,4 +411,4 @@ def _receive(number: int, rank: _Rank) -> Outcome:
         how = f"ended with exit code {code} before its function returned"
         why = "the function or a library called os._exit, or exit of C."
     error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
-    return Outcome(number, error=error, failure=_rank_outcome(number, returncode=code))
+    return RankResult(number, error=error, failure=_rank_outcome(number, returncode=code))

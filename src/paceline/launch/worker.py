@@ -274,7 +274,7 @@ def _exit_code(error: SystemExit, control: Control) -> int:
         code = 1
     if code & 0xFF:
         if (handled := _handled_by(error)) is not None:
-            control.send(_describe(handled) | {"event": "raised", "shown": False})
+            control.send(_describe(handled) | {"event": "seen_error", "shown": False})
         elif _printed is not None and time.time() - _printed["time"] < _PRINTED_S:
             control.send(_printed)
         control.send({"event": "exit", "place": _stacks.place_of_error(error.__traceback__)})
@@ -300,7 +300,7 @@ def _watch_printed_errors() -> None:
             # In the old form of a call, the type is the first argument.
             value = args[0] if args else options.get("value", error)
             if isinstance(value, Exception):
-                _printed = _describe(value) | {"event": "raised", "shown": False}
+                _printed = _describe(value) | {"event": "seen_error", "shown": False}
             return function(error, *args, **options)
 
         return call
@@ -316,7 +316,7 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
     user_hook = _user_hook(hook, error)
     if user_hook is not None:
         # The hook may end the process, or be a debugger that stays.
-        control.send(_describe(error) | {"event": "raised", "shown": True})
+        control.send(_describe(error) | {"event": "seen_error", "shown": True})
         try:
             user_hook(type(error), error, _strip(error.__traceback__))
             shown = True
@@ -341,7 +341,7 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
 def _describe(error: BaseException) -> dict[str, Any]:
     facts: dict[str, Any] = dataclasses.asdict(_crash_facts.Error.of(error, _format(error)))
     return facts | {
-        "event": "failed",
+        "event": "final_error",
         "message": facts["message"][:_TRACEBACK_CHARS],
         "time": time.time(),
         "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),

@@ -116,7 +116,7 @@ class RankOutcome:
         interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
-        frozen: The launcher killed it because SIGSTOP had stopped it for a second.
+        suspended: The launcher killed it because SIGSTOP had stopped it for a second.
         step: The training step of the error; 0 if unknown.
         abort_message: What native code wrote when it aborted; empty if nothing.
         elsewhere: The launcher of another node reported this.
@@ -132,7 +132,7 @@ class RankOutcome:
     interrupted_at: str = ""
     stopped: bool = False
     hung: bool = False
-    frozen: bool = False
+    suspended: bool = False
     step: int = 0
     abort_message: str = ""
     elsewhere: bool = False
@@ -171,7 +171,7 @@ class RankOutcome:
             if len(text) > _HOW_CHARS:
                 text = f"{text[:_HOW_CHARS]} ..."
             return f"{self.error.type}: {text}" if text else self.error.type
-        if self.frozen:
+        if self.suspended:
             return "stopped by SIGSTOP, and killed after 1 s"
         if self.interrupted_at:
             return "KeyboardInterrupt"
