@@ -241,6 +241,44 @@ def test_a_script_without_a_training_is_ended_by_the_signal(tmp_path: Path) -> N
     assert "preempted" not in done.err
 
 
+LATE = """
+import os, signal, sys, time
+def end(number, frame):
+    if os.environ["RANK"] == "0":
+        sys.exit(int(sys.argv[1]))
+    if sys.argv[2] == "stays":
+        return
+    raise OSError("no space left for the checkpoint")
+signal.signal(signal.SIGTERM, end)
+open(f"began{os.environ['RANK']}", "w").close()
+for _ in range(600):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("code", ["75", "0"])
+@pytest.mark.parametrize("other", ["raises", "stays"])
+def test_a_rank_that_does_not_end_well_after_a_signal_is_reported(
+    tmp_path: Path, code: str, other: str
+) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    words = ["run", "--nproc-per-node=2", "--shutdown-timeout=2", "late.py", code, other]
+    process = start(words, tmp_path, PACELINE_PRELOAD="0")
+    deadline = time.monotonic() + DEADLINE_S
+    while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 128 + signal.SIGTERM
+    assert "preempted" not in done.err
+    if other == "stays":
+        assert "paceline: rank 1 did not end within 2 s, and got SIGKILL" in done.err
+    else:
+        assert "[1] OSError: no space left for the checkpoint" in done.err
+        assert "paceline: rank 1 of 2 failed: OSError: no space left" in done.err
+        assert "the last output of the ranks here are in " in done.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end_s", [("0", "0"), ("2", "0"), ("0", "2")])
 def test_a_notice_to_one_node_stops_both(

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from string import Template
 from typing import Any
 
@@ -413,16 +414,7 @@ class Agent(LocalElasticAgent):
         if repeated:
             torch_private.set_attribute(_RESTARTS_LEFT, self, 0)
         self.first_failure = first
-        memory_before, self._memory = self._memory, read_memory()
-        info = JobInfo(
-            world_size=self.get_worker_group().workers[0].world_size,
-            restarts=self._restarts,
-            max_restarts=self._max_restarts,
-            silent_nodes=silent,
-            repeated=repeated,
-            memory=(memory_before, self._memory),
-            calls={rank.rank: last_call(rank.answers.get("state", {})) for rank in ranks},
-        )
+        info = self._job_info(ranks, silent_nodes=silent, repeated=repeated)
         if self._restarts_left > 0:
             self._local_ranks.show(render_restart(first, info))
         else:
@@ -438,6 +430,20 @@ class Agent(LocalElasticAgent):
             if outcome.failed
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _job_info(
+        self, ranks: Sequence[Rank], *, silent_nodes: int = 0, repeated: bool = False
+    ) -> JobInfo:
+        memory_before, self._memory = self._memory, read_memory()
+        return JobInfo(
+            world_size=self.get_worker_group().workers[0].world_size,
+            restarts=self._restarts,
+            max_restarts=self._max_restarts,
+            silent_nodes=silent_nodes,
+            repeated=repeated,
+            memory=(memory_before, self._memory),
+            calls={rank.rank: last_call(rank.answers.get("state", {})) for rank in ranks},
+        )
 
     def _repeats(self, first: FirstFailure) -> bool:
         return self.first_failure is not None and first.repeats(self.first_failure)
@@ -491,16 +497,29 @@ class Agent(LocalElasticAgent):
             self._exchange = None
 
     def _stop_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
-        ranks = self._local_ranks
-        if ranks.ranks:
-            ranks.stop(
-                number,
-                grace_s=self._options.grace_s(may_save=may_save),
-                skip_grace=lambda: self._signals.skip_grace,
-                may_save=may_save,
-            )
-            self.preempted = ranks.preempted
-            for rank in ranks.clean_up():
-                place = rank.outcome().interrupted_at
-                if place and not self.interrupted_at:
-                    self.interrupted_at = f"rank {rank.rank} was at {place}"
+        local_ranks = self._local_ranks
+        if not local_ranks.ranks:
+            return
+        local_ranks.stop(
+            number,
+            grace_s=self._options.grace_s(may_save=may_save),
+            skip_grace=lambda: self._signals.skip_grace,
+            may_save=may_save,
+        )
+        self.preempted = local_ranks.preempted
+        ranks = local_ranks.clean_up()
+        outcomes = [rank.outcome() for rank in ranks]
+        at = next((each for each in outcomes if each.interrupted_at), None)
+        if at is not None and not self.interrupted_at:
+            self.interrupted_at = f"rank {at.rank} was at {at.interrupted_at}"
+        if may_save:
+            self._report_errors_of_end(ranks, outcomes)
+
+    def _report_errors_of_end(self, ranks: Sequence[Rank], outcomes: Sequence[RankOutcome]) -> None:
+        """Report errors of ranks that were told to save and end: what they should have saved may be lost."""
+        first = find_first_failure(
+            replace(each, stopped=each.error is None or each.follows) for each in outcomes
+        )
+        if first is not None:
+            text = render_failure(first, self._job_info(ranks))
+            self._local_ranks.show(self._write_report(ranks, outcomes, text))

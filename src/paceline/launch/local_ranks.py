@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchFailed
+from paceline.errors import LaunchFailed, name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
@@ -546,8 +546,9 @@ class LocalRanks:
 
     @property
     def preempted(self) -> bool:
-        """Whether a rank asked that the job be started again."""
-        return any(rank.returncode == ExitCode.PREEMPTED for rank in self.ranks)
+        """Whether a rank asked that the job be started again, and none ended in another way or still runs."""
+        codes = {rank.returncode for rank in self.ranks}
+        return ExitCode.PREEMPTED in codes and codes <= {ExitCode.OK, ExitCode.PREEMPTED}
 
     def forward_signal(self, number: int) -> None:
         """Signal the ranks whose scripts have begun."""
@@ -573,9 +574,14 @@ class LocalRanks:
                     rank.send({"do": "ignore_preemption"})
                 rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.kill()
+        late = [rank for rank in self.ranks if rank.poll() is None]
+        for rank in late:
+            rank.kill()
+        if late and may_save and not skip_grace():
+            self.say(
+                f"{name_ranks(rank.rank for rank in late)} did not end within {grace_s:g} s, and got SIGKILL; "
+                "see --shutdown-timeout"
+            )
         self._wait_done(self.ranks, _KILLED_S)
 
     def settle(
