@@ -5,6 +5,7 @@ Names are resolved when they are first used (PEP 562), so importing this package
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -156,6 +157,9 @@ __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - the one list of na
 
 
 def __getattr__(name: str) -> Any:
+    # A rank of `paceline run` has some modules already, loaded before its script imported this package.
+    if (module := sys.modules.get(f"{__name__}.{name}")) is not None:
+        return module
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     from importlib import import_module

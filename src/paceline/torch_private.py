@@ -43,6 +43,12 @@ class PrivateName:
 
 
 COMPILER = "torch._dynamo"
+# The last words of several names, for `has_all`.
+AGENT_OF_TORCH = "torch's own agent runs the ranks: failures and hangs are not explained"
+RENDEZVOUS_OF_TORCH = (
+    "jobs on several nodes use torch's own rendezvous, which finds a lost node later and keeps one store "
+    "over restarts"
+)
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _AGENT_METHOD = "torch documents that subclasses replace it, but under its private name"
@@ -247,8 +253,7 @@ NAMES = (
         PrivateName(
             f"{RENDEZVOUS}.{name}",
             why=why,
-            without="jobs on several nodes use torch's own rendezvous, which finds a lost node later "
-            "and keeps one store over restarts",
+            without=RENDEZVOUS_OF_TORCH,
             of_objects=of_objects,
         )
         for name, of_objects, why in (
@@ -274,7 +279,7 @@ NAMES = (
         PrivateName(
             f"{AGENT}.{name}",
             why=why,
-            without="torch's own agent runs the ranks: failures and hangs are not explained",
+            without=AGENT_OF_TORCH,
             of_objects=of_objects,
         )
         for name, of_objects, why in (
@@ -393,6 +398,11 @@ def has(path: str) -> bool:
     if not there:
         _warn(name)
     return there
+
+
+def has_all(without: str) -> bool:
+    """Whether the installed torch has all names with this `without`; it warns of the first missing one."""
+    return all(has(name.path) for name in NAMES if name.without == without)
 
 
 def _warn(name: PrivateName) -> None:

@@ -67,7 +67,7 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
         time.sleep(random.random() * 0.04)
     while kind == "compute" and time.perf_counter() < end:
         torch.ones(300, 300) @ torch.ones(300, 300)
-    if slow and kind == "the script":
+    if slow and kind == "other code":
         time.sleep(slow_ms * 1e-3) # the script
     counter.seek(0)
     print(f"{step:9}", end="", file=counter, flush=True)
@@ -75,7 +75,7 @@ print("done")
 """
 STEP_MS = 40.0  # of a rank that is not slow
 HEALTHY = ("even", "uneven", "compute")  # all ranks are equally fast on average
-KINDS = ("data", "forward", "backward", "garbage collection", "checkpoint", "the script")
+KINDS = ("data", "forward", "backward", "garbage collection", "checkpoint", "other code")
 
 
 @dataclass(frozen=True)

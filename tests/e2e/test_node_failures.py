@@ -130,7 +130,7 @@ def test_a_rank_that_ended_on_another_node_is_named(
         if unseen:
             assert "\nhang: rank 0 (host " in end.err
             assert "has not entered it: ended with exit code 0\n" in end.err
-            assert "\nwhy:  it finished while the others still run.\n" in end.err
+            assert "\nwhy:  rank 1 finished while the others still run.\n" in end.err
         else:
             said = "paceline: rank 1 ended with exit code 0 while the others went on"
             assert said in end.err.splitlines(), ends

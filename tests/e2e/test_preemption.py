@@ -137,7 +137,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str)
     assert {words[1] for words in lines(tmp_path, "ended")} == {str(step)}
     assert f"preempted by {number} after" in done.err
     assert "restart 1" not in done.err
-    assert done.err.count("paceline: preempted: all ranks stopped") == 1
+    assert done.err.count("paceline: preempted: all ranks have ended") == 1
     # The second run resumes and reaches the end.
     done = run(RANKS, SCRIPT, tmp_path)
     assert f"resumed after step {step} " in done.err

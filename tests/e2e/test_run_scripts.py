@@ -172,7 +172,8 @@ class Last:
 def double(x): return 2 * x
 
 if __name__ == "__main__":
-    print(torch.get_num_threads(), "threads")
+    import paceline.exit_codes
+    print(torch.get_num_threads(), "threads", int(paceline.exit_codes.ExitCode.OK))
     dist.init_process_group("gloo")
     last = Last()
     atexit.register(lambda: print("atexit", double(1)))
@@ -192,7 +193,7 @@ if __name__ == "__main__":
 def test_a_script_runs_as_in_its_own_interpreter(tmp_path: Path) -> None:
     done = run("", AS_ITSELF, tmp_path)
     assert done.code == 0, done
-    expected = ["3 threads", "spawn 6", "fork 6", "end of script", "joined", "atexit 2"]
+    expected = ["3 threads 0", "spawn 6", "fork 6", "end of script", "joined", "atexit 2"]
     assert done.out.splitlines() == [*expected, "finalised with /"]
     assert (tmp_path / "log.txt").read_text() == "not flushed by the script"
 

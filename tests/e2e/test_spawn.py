@@ -79,22 +79,22 @@ def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_lines_name_their_rank_once(tmp_path: Path) -> None:
+def test_lines_name_their_rank_once_and_openmp_may_have_a_list_of_threads(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import logging, paceline\n"
+        "import logging, paceline, torch\n"
         "def work(job):\n"
-        "    logging.getLogger('paceline').warning('slow')\n"
+        "    logging.getLogger('paceline').warning('%d threads', torch.get_num_threads())\n"
         "paceline.spawn(work, nproc=2)\n"
     )
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
-        env=environment(),
+        env=environment(OMP_NUM_THREADS="3,2"),
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert sorted(done.stderr.splitlines()) == ["[1] paceline: slow", "paceline: slow"]
+    assert sorted(done.stderr.splitlines()) == ["[1] paceline: 3 threads", "paceline: 3 threads"]
 
 
 def test_main_is_itself_again_when_a_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def test_each_entry_is_complete_and_has_a_message() -> None:
 def test_lines_that_only_look_like_messages_are_not_found() -> None:
     harmless = ["except torch.OutOfMemoryError:", "loss: 0.3 nanoseconds 12"]
     harmless += ["[rank0]: epoch 3 step 7 loss 0.3219 lr 3e-4 tokens/s 812 exitcode: 0"]
+    harmless += ["loss: nano", "ConnectionResetError(104, 'Connection reset by peer')"]
     assert _lines(*harmless).found == ()
 
 

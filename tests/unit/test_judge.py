@@ -198,7 +198,7 @@ def test_a_slow_host_is_named_with_its_ranks() -> None:
     assert found.kind == "straggler"
     assert found.title == (
         "ranks 2 and 3 take 1.52x the time of the others: they wait 50 ms for them in each step of 150 ms "
-        "(forward takes 80 ms there, 30 ms elsewhere)"
+        "(forward takes 80 ms on them, 30 ms on the others)"
     )
 
 
@@ -219,7 +219,7 @@ def test_ranks_that_are_slow_for_different_reasons_are_not_averaged() -> None:
     (found,) = judge(record(script, waiting, {"forward": 0.1, "data": 0.03}, waiting, waiting))
     assert found.title == (
         "rank 2 takes 1.30x the time of the others: they wait 30 ms for it in each step of 130 ms "
-        "(data takes 30 ms there, 0 ms elsewhere)"
+        "(data takes 30 ms on it, 0 ms on the others)"
     )
     assert found.gain == pytest.approx(1.3)
     assert "includes rank 0, which" in found.details

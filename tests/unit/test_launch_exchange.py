@@ -199,6 +199,44 @@ def test_states_of_ranks_arrive_whole() -> None:
         assert node.collect_states() == ([], False)
 
 
+class _EndsBadlyLater:
+    """Ranks of which one ends with an error after it was asked for."""
+
+    ranks = ()
+    preempted = _ended = False
+
+    def wait_change(self, timeout_s: float) -> None: ...
+
+    @property
+    def any_ended_badly(self) -> bool:
+        before, self._ended = self._ended, True
+        return before
+
+    @property
+    def done(self) -> bool:
+        return self._ended
+
+
+def test_a_rank_that_fails_while_the_ranks_are_asked_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent: Any = object.__new__(Agent)
+    worker_group: Any = SimpleNamespace(workers=[Mock(world_size=1)], spec=Mock())
+    monkeypatch.setattr(agent, "_fail", lambda: "failed")
+    vars(agent).update(
+        _local_ranks=_EndsBadlyLater(),
+        _options=Mock(),
+        _signals=Mock(take_for_ranks=list),
+        _remaining_restarts=0,
+        _exchange=None,
+        _watch=None,
+        step_profile=None,
+        _worker_group=worker_group,
+    )
+    assert agent._monitor_workers(worker_group).state.name == "HEALTHY"
+    assert agent._monitor_workers(worker_group) == "failed"
+
+
 def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -208,7 +246,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     waiting = RankState(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
     ended = RankState(rank=1, host="b", pid=7, state="", returncode=0)
 
-    ranks: Any = Mock(failing=False, done=False, ranks=[Mock(rank=0)])
+    ranks: Any = Mock(any_ended_badly=False, done=False, ranks=[Mock(rank=0)])
     watch = HangWatch(ranks, after_s=10.0, ends=True)
     watch._begin([rank.pid for rank in ranks.ranks])
     watch.exchange = here
@@ -238,4 +276,4 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     assert "has not entered it: ended with exit code 0" in said
     watch._others_until = 1.0
     ranks.ranks = [Mock(rank=0)]  # those of the next round, which have not been checked
-    assert watch.finish(2) is None
+    assert watch.conclude_pending(2) is None

@@ -69,7 +69,7 @@ def test_answers_are_added_up() -> None:
 def test_time_without_training_does_not_count() -> None:
     watch, ranks = _watch()
     for rank in ranks:
-        rank.answer([("the script", "/me/train.py:1 in <module>", 1.0)])
+        rank.answer([("other code", "/me/train.py:1 in <module>", 1.0)])
     watch.check(1.0, ranks)
     assert watch.report() == (
         "--profile-steps saw no training: no backward and no step of an optimizer ran for a second."
@@ -79,7 +79,7 @@ def test_time_without_training_does_not_count() -> None:
 def test_the_time_before_the_first_backward_does_not_count() -> None:
     watch, ranks = _watch()
     for _ in range(2):
-        ranks[0].answer([("the script", "", 0.7), ("backward", "", 0.1), ("the script", "", 0.2)])
+        ranks[0].answer([("other code", "", 0.7), ("backward", "", 0.1), ("other code", "", 0.2)])
         ranks[1].answer([("forward", "", 0.5), ("data", "", 0.5)])
         watch.check(1.0, ranks)
     rows = watch.report().splitlines()[2:6]

@@ -85,14 +85,16 @@ GLOO = (
         (lambda: raised(RuntimeError("lost"), "torch.nn.functional"), False),
         (lambda: raised(RuntimeError("connection closed by peer")), False),
         (lambda: raised(ValueError("lost"), C10D), False),
-        (lambda: raised(RuntimeError("lost"), C10D), True),
+        (lambda: raised(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}"), C10D), True),
         (lambda: raised(RuntimeError("ProcessGroupGloo::broadcast: invalid root: 5"), C10D), False),
+        (lambda: raised(RuntimeError("Split sizes doesn't match total dim 0 size"), C10D), False),
+        (lambda: raised(RuntimeError("RPC ran for more than"), "torch.distributed.rpc.api"), True),
         (lambda: raised(RuntimeError(GLOO), "torch.nn.parallel.distributed"), True),
         (lambda: raised(RuntimeError("is not needed"), "torch.nn.parallel.distributed"), False),
         (lambda: raised(RuntimeError("found 2 ranks!"), "torch.distributed.device_mesh"), False),
         (lambda: raised(RuntimeError(GLOO), "torch._ops"), True),  # of a functional collective
         # A script's own error, once or twice around the error of the lost peer.
-        (lambda: raised(OSError("sync"), cause=raised(RuntimeError("lost"), C10D)), True),
+        (lambda: raised(OSError("sync"), cause=raised(RuntimeError(GLOO), C10D)), True),
         (lambda: raised(OSError("a"), cause=raised(KeyError("b"), cause=PeerFailed("c"))), True),
         (lambda: raised(OSError("sync"), cause=raised(RuntimeError("bad"))), False),
         # An error of Paceline says itself what happened.

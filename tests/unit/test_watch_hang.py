@@ -102,19 +102,23 @@ LOCK = StackSummary(script=EVALUATE, lock=True)
 RECEIVES = StackSummary(script=TRAIN, torch_call="recv")
 UNKNOWN = StackSummary()
 CAUSES = [
-    ({"busy": True}, "evaluate() at train.py:31, in time.sleep, busy", "it is evaluating"),
-    ({"busy": True, "holds_gil": True}, "holding the GIL, busy", "native code holds the GIL"),
+    ({"busy": True}, "evaluate() at train.py:31, in time.sleep, busy", "rank 1 is evaluating"),
+    (
+        {"busy": True, "holds_gil": True},
+        "holding the GIL, busy",
+        "native code of rank 1 holds the GIL",
+    ),
     ({"holds_gil": True}, "holding the GIL", "does not return"),
     ({"state": "T"}, "stopped (state T) at train.py:31", "with `kill -CONT 811`."),
     ({"state": "t"}, "stopped (state t) at train.py:31", "detach the debugger"),
     ({"state": "D", "kernel_function": "nfs"}, "(state D, nfs) at train.py:31", "network file"),
-    ({"state": "Z"}, "other threads run on (state Z)", "its main thread has ended"),
+    ({"state": "Z"}, "other threads run on (state Z)", "the main thread of rank 1 has ended"),
     ({"state": "", "returncode": 0}, "ended with exit code 0", "while the others still run"),
     ({"where": LOADER, "workers": ("pid 9 stopped",)}, "worker: pid 9 stopped", "gets no batch"),
     ({"where": LOADER}, "but none is left", "dead or stuck"),
     ({"where": LOCK}, "in time.sleep", "a lock, a queue"),
     ({"where": RECEIVES, "peer": 2}, "in recv with rank 2", "different"),
-    ({"where": UNKNOWN, "call": ""}, "not in the script", "it has not come back from there"),
+    ({"where": UNKNOWN, "call": ""}, "not in the script", "has not come back from there"),
     ({"where": UNKNOWN, "call": "", "answered": False}, "not report where", "not come back"),
 ]
 
@@ -188,12 +192,24 @@ def test_another_collective_that_was_over_at_once() -> None:
     assert found.culprits == (1,)
 
 
+def test_a_stopped_process_is_the_reason_before_a_lock() -> None:
+    found = verdict(*waiting(0, 3), rank(1, where=LOCK), rank(2, state="T"))
+    assert "stopped the process of rank 2.\n" in found.text
+
+
 @pytest.mark.parametrize(("name", "differs"), [("all_reduce", True), ("gather", False)])
 def test_another_shape(name: str, differs: bool) -> None:
     states = [rank(n, call(name=name, tensor_text=f"f32[{5 + n // 3}]")) for n in range(4)]
     found = verdict(*states)
     assert ("same collective with different tensors" in found.text) is differs
     assert found.culprits == ((3,) if differs else (0, 1, 2, 3))
+
+
+def test_tensors_of_another_shape_with_as_many_elements_are_equal() -> None:
+    shapes = [rank(0, call(tensor_text="f32[4,6]")), rank(2, call(tensor_text="f32[24]"))]
+    found = verdict(*shapes, absent(), world=3)
+    assert found.culprits == (1,)
+    assert "different tensors" not in found.text
 
 
 def test_a_collective_that_the_last_rank_has_just_entered_is_no_hang() -> None:
@@ -336,11 +352,11 @@ def test_the_first_of_a_chain_is_named() -> None:
     [
         (
             {"where": StackSummary(script=EVALUATE, loader=True)},
-            "its DataLoader gets no batch",
+            "the DataLoader of rank 3 gets no batch",
             True,
         ),
         ({"state": "T"}, "SIGSTOP or a shell's job control", True),
-        ({"busy": True}, "it is evaluating, compiling", False),
+        ({"busy": True}, "is evaluating, compiling", False),
     ],
 )
 @pytest.mark.parametrize("by_group", [True, False])
@@ -359,7 +375,7 @@ def test_a_rank_behind_one_that_waits_for_it(
 def test_the_last_of_this_node_waits_for_one_that_ended() -> None:
     recv = StackSummary(script=TRAIN, torch_call="recv")
     found = verdict(rank(0, where=recv, peer=1), rank(1, returncode=0, state=""))
-    assert "why:  it finished while the others still run." in found.text
+    assert "why:  rank 1 finished while the others still run." in found.text
 
 
 def test_ranks_of_other_nodes_make_a_notice() -> None:
@@ -503,6 +519,15 @@ def test_stacks(packages: str) -> None:
     loading = read_stack(queue, "/")
     assert loading.loader
     assert loading.lock
+    saving = read_stack(
+        [
+            (torch + "distributed/checkpoint/filesystem.py", 9, "write_data"),
+            (torch + "distributed/checkpoint/logger.py", 5, "inner_func"),
+            ("/a.py", 2, "f"),
+        ],
+        "/",
+    )
+    assert not saving.torch_call
     assert read_place("/a/b.py:7 in f", "/a").script == (("b.py", 7, "f"),)
     assert read_place("", "/a") == StackSummary()
 

@@ -259,9 +259,9 @@ def judged(
         profiles[rank] = Profile(ends[first - 1] - 10**7, [*spent, (waiting, "", 0.01)])
     (found_suspect,) = find_suspects(found)
     assert found_suspect.ranks == [1]
-    if not profiled_blocks(found_suspect, profiles):
+    if not (blocks := profiled_blocks(found_suspect, profiles)):
         return None
-    return find_straggler(found_suspect, 1, profiles)
+    return find_straggler(found_suspect, 1, profiles, blocks)
 
 
 @pytest.mark.parametrize("shows_waiting", [True, False])  # DDP waits within a backward
@@ -315,13 +315,14 @@ def test_many_small_waits_are_seen_in_the_profile() -> None:
         rank: Profile(BEGIN_NS, [(name, "", s * 0.01) for name, s in spent.items()] * 900)
         for rank, spent in shares.items()
     }
-    told = find_straggler(one, 1, profiles)
+    told = find_straggler(one, 1, profiles, profiled_blocks(one, profiles))
     assert told is not None
     assert told[0].factor == pytest.approx(1.43, rel=0.02)
     # Asynchronous waits add up to much as well, but the profile does not show them.
     (one,) = find_suspects(arrivals(slow(1.08), 60, ops=buckets(10)))
     same = Profile(BEGIN_NS, [("backward", "", 9.0)])
-    assert find_straggler(one, 1, {0: same, 1: same}) is None
+    alike = {0: same, 1: same}
+    assert find_straggler(one, 1, alike, profiled_blocks(one, alike)) is None
 
 
 def test_a_profile_needs_whole_steps_of_all_ranks() -> None:
@@ -343,7 +344,11 @@ BEFORE = HostSample(
 )
 AFTER = replace(BEFORE, time_s=2.0, cpu_s={810: 1.2, 811: 2.0, 850: 2.0, 99: 0.0})
 HOSTS = [
-    (AFTER, "its code, not its host: it used 1.0 cores, and waited for one 0% of the time.", "num_workers"),
+    (
+        AFTER,
+        "its code, not its host: it used 1.0 cores, and waited for a free core 0% of the time.",
+        "num_workers",
+    ),
     (
         replace(AFTER, cpu_s=AFTER.cpu_s | {99: 1.9}, delay_s={810: 0.1, 811: 0.8}),  # type: ignore[operator]
         "no free core for it 40% of the time; pid 99 (stress) uses 0.9 cores.",
@@ -351,8 +356,8 @@ HOSTS = [
     ),
     (
         replace(AFTER, delay_s={810: 1.0, 811: 1.1}),
-        "its code takes longer, and its host has too few cores: it waited for one 55% of the time, the other "
-        "ranks 50%.",
+        "its code takes longer, and its host has too few cores: it waited for a free core 55% of the time, "
+        "the other ranks 50%.",
         "(num_workers), or make them cheaper; and start fewer ranks or threads",
     ),
     (replace(AFTER, delay_s={810: 0.1, 811: 0.1}), "not its host", "num_workers"),
@@ -373,7 +378,7 @@ def test_what_the_host_did(after: HostSample, why: str, fix: str) -> None:
     assert lines[:2] == [
         "slow: rank 1 (host a, pid 811) takes 1.42x the time of the others: they wait 31 ms for it in "
         "each step of 104 ms",
-        "      data takes 35 ms there, 4 ms elsewhere: __getitem__() at train.py:33",
+        "      data takes 35 ms on it, 4 ms on the others: __getitem__() at train.py:33",
     ]
     assert why in lines[2]
     assert fix in lines[3]

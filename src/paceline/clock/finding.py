@@ -21,9 +21,9 @@ CURES = {
     "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
     "evaluation": "evaluate on all ranks together (paceline.evaluate)",
     "logging": "log less often, or in another thread",
-    "the script": "do that work on all ranks, less often, or in another thread or process",
+    "other code": "do that work on all ranks, less often, or in another thread or process",
 }
-CURES["other"] = CURES["the script"]
+CURES["other"] = CURES["other code"]
 
 
 @dataclass(frozen=True, kw_only=True)

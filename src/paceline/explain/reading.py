@@ -22,6 +22,7 @@ KINDS = ("cause", "sign", "follower", "note")  # the most useful first
 
 _BLOCK_BYTES = 1 << 20
 _GAP = rb"[^\n\r]{0,300}?"
+_BEGIN = rb"(?<![^\W_])"  # such as `loss=nan` in `train_loss=nan`
 _SHOWN_CHARS = 200
 _BEFORE_CHARS = 60
 _MAX_ERRORS = 50
@@ -64,7 +65,7 @@ class Cause:
     def _patterns(self) -> list[tuple[bytes, re.Pattern[bytes]]]:
         pieces = [[piece.encode() for piece in text.split("*")] for text in self.says]
         return [
-            (max(p, key=len), re.compile(rb"(?<!\w)" + _GAP.join(map(re.escape, p))))
+            (max(p, key=len), re.compile(_BEGIN + _GAP.join(map(re.escape, p)) + _end_of(p[-1])))
             for p in pieces
         ]
 
@@ -83,6 +84,10 @@ class Cause:
                 end = text.find(b"\n", hit.end())
                 if end < 0:
                     return
+
+
+def _end_of(piece: bytes) -> bytes:
+    return rb"(?!\w)" if piece.lower().endswith(b"nan") else b""
 
 
 @dataclass(frozen=True)

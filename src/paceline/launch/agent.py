@@ -55,19 +55,6 @@ _EXIT_BARRIER_S = 300.0  # torch's own default
 
 _TORCH = torch_private.AGENT
 _RESTARTS_LEFT = f"{_TORCH}._remaining_restarts"
-_NEEDED = (
-    f"{_TORCH}._rendezvous",
-    f"{_TORCH}._start_workers",
-    f"{_TORCH}._monitor_workers",
-    f"{_TORCH}._stop_workers",
-    f"{_TORCH}._shutdown",
-    _RESTARTS_LEFT,
-)
-
-
-def is_available() -> bool:
-    """Whether the installed torch has what `Agent` needs; the first missing name gives one warning."""
-    return all(torch_private.has(path) for path in _NEEDED)
 
 
 class Agent(LocalElasticAgent):
@@ -122,28 +109,28 @@ class Agent(LocalElasticAgent):
         with self._signals.interruptible():
             rendezvous(self, worker_group)
         self._exchange = None
-        if (nodes := worker_group.group_world_size or 1) > 1:
+        if (node_count := worker_group.group_world_size or 1) > 1:
             node: Any = worker_group.group_rank
-            if self._nodes is not None:
-                self._exchange = self._nodes.exchange(node, nodes)
+            if self._node_rendezvous is not None:
+                self._exchange = self._node_rendezvous.exchange(node, node_count)
             else:
                 store: Any = worker_group.store
                 prefix = f"paceline/{self._restarts}"
-                self._exchange = NodeExchange(PrefixStore(prefix, store), node, nodes)
+                self._exchange = NodeExchange(PrefixStore(prefix, store), node, node_count)
         if self._watch is not None:
             self._watch.exchange = self._exchange
         if not self._local_ranks.has_begun:
             self._local_ranks.has_begun = True
-            self._announce(worker_group, nodes)
+            self._announce(worker_group, node_count)
         else:
             self._local_ranks.say(f"restarted ranks on this host: {self._pids()}")
 
-    def _announce(self, group: WorkerGroup, nodes: int) -> None:
+    def _announce(self, group: WorkerGroup, node_count: int) -> None:
         world_size = group.workers[0].world_size
         where = " on localhost"
-        if nodes > 1:
+        if node_count > 1:
             here = name_ranks([worker.global_rank for worker in group.workers])
-            where = f" on {nodes} nodes, {here} on this one"
+            where = f" on {node_count} nodes, {here} on this one"
         parts = [
             f"{count_of(world_size, 'rank')}{where}",
             self._threads_note,
@@ -153,15 +140,15 @@ class Agent(LocalElasticAgent):
         ]
         if not self._options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
-        for text in (*self._options.notes, *self._network_notes(nodes), ", ".join(parts)):
+        for text in (*self._options.notes, *self._network_notes(node_count), ", ".join(parts)):
             self._local_ranks.say(text)
 
     def _pids(self) -> str:
         return "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks)
 
-    def _network_notes(self, nodes: int) -> Iterator[str]:
+    def _network_notes(self, node_count: int) -> Iterator[str]:
         """What the user should know about the network between the nodes."""
-        if nodes == 1:
+        if node_count == 1:
             return
         route = self._route
         if route is not None and not is_loopback(route.address):
@@ -174,8 +161,8 @@ class Agent(LocalElasticAgent):
             yield f"no interface of this host leads to {host}: Gloo and NCCL choose theirs"
         if self._options.ports is not None:
             yield from ports_outside(self._options.ports)
-        if self._nodes is not None:
-            yield from self._nodes.wrong_clocks()
+        if self._node_rendezvous is not None:
+            yield from self._node_rendezvous.wrong_clocks()
 
     def _exit_barrier(self) -> None:
         # torch's own barrier would also wait for launchers that have stopped their ranks and will not come.
@@ -218,7 +205,7 @@ class Agent(LocalElasticAgent):
         return f"[{worker.global_rank}] " if worker.world_size > 1 else ""
 
     def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
-        spec = group.spec
+        spec, nodes = group.spec, self._node_rendezvous
         # torch sets the same variables in `_start_workers`, which this class replaces.
         environment: dict[str, Any] = {
             "RANK": worker.global_rank,
@@ -232,7 +219,7 @@ class Agent(LocalElasticAgent):
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
             # Equal on all nodes, also on one that joined later: the ranks use it in the keys of their store.
-            "TORCHELASTIC_RESTART_COUNT": self._nodes.round if self._nodes else self._restarts,
+            "TORCHELASTIC_RESTART_COUNT": self._restarts if nodes is None else nodes.round,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
@@ -289,34 +276,35 @@ class Agent(LocalElasticAgent):
         return self._max_restarts - self._restarts_left
 
     @property
-    def _nodes(self) -> NodeRendezvous | None:
+    def _node_rendezvous(self) -> NodeRendezvous | None:
         handler = self.get_worker_group().spec.rdzv_handler
         return handler if isinstance(handler, NodeRendezvous) else None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks = self._local_ranks
-        ranks.wait_change(self._options.config.monitor_interval)
+        local = self._local_ranks
+        local.wait_change(self._options.config.monitor_interval)
         self._signals.check()
         for number in self._signals.take_for_ranks():
-            ranks.forward_signal(number)
+            local.forward_signal(number)
         if self.step_profile is not None:
-            alive = [rank for rank in ranks.ranks if rank.returncode is None]
+            alive = [rank for rank in local.ranks if rank.returncode is None]
             self.step_profile.check(time.monotonic(), alive)
         if self._restarts_left > 0:
-            ranks.kill_suspended()  # without restarts they are kept: the user may still resume them
+            local.kill_suspended()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":
-                ranks.keep_spares()
-        if ranks.failing:
+                local.keep_spares()
+        done = local.done  # read first: a rank may end badly between the two
+        if local.any_ended_badly:
             return self._fail()
-        if ranks.done and ranks.preempted and self._node_waits():
-            ranks.clean_up()
+        if done and local.preempted and self._node_waits():
+            local.clean_up()
             return RunResult(state=WorkerState.HEALTHY)  # torch's loop sees the node, and restarts
-        if ranks.done and self._all_nodes_done():
-            self.preempted = ranks.preempted
+        if done and self._all_nodes_done():
+            self.preempted = local.preempted
             if self._exchange is not None:
                 # Ranks of other nodes may fail because these have ended.
-                self._exchange.publish_outcomes(ranks.outcomes())
-            ranks.clean_up()
+                self._exchange.publish_outcomes(local.outcomes())
+            local.clean_up()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
         other_failed = self._exchange is not None and self._exchange.other_node_failed()
@@ -326,10 +314,10 @@ class Agent(LocalElasticAgent):
             or other_failed
         ):
             return self._fail()
-        if self._nodes and (self._restarts_left > 0 or ranks.done):
-            if lost := self._nodes.lost():
+        if self._node_rendezvous and (self._restarts_left > 0 or done):
+            if lost := self._node_rendezvous.lost():
                 return self._lose_round(f"lost {', '.join(lost)}: no sign of life")
-            if self._restarts_left > 0 and self._nodes.is_excluded():
+            if self._restarts_left > 0 and self._node_rendezvous.is_excluded():
                 return self._lose_round("this node did not respond, and the others continued")
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -346,18 +334,20 @@ class Agent(LocalElasticAgent):
             ):
                 return True
         except RuntimeError:
-            return self._nodes is None  # otherwise torch's loop notices that the rendezvous is lost
+            return (
+                self._node_rendezvous is None
+            )  # otherwise torch's loop notices that the rendezvous is lost
         # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
         now = time.time()
         ended_at = max((rank.ended_at for rank in self._local_ranks.ranks), default=now)
-        return self._nodes is None and now - ended_at > _EXIT_BARRIER_S
+        return self._node_rendezvous is None and now - ended_at > _EXIT_BARRIER_S
 
     def _is_hanging(self, world_size: int, *, finish: bool) -> bool:
         """Whether a hang has to end this round; marks the ranks that cause it."""
         if self._watch is None:
             return False
         try:
-            hang = (self._watch.finish if finish else self._watch.check)(world_size)
+            hang = (self._watch.conclude_pending if finish else self._watch.check)(world_size)
         except Exception as error:  # a defect of the diagnosis must not end the job
             self._local_ranks.say(f"the detection of hangs is off: {error!r}")
             self._watch = hang = None
@@ -373,7 +363,7 @@ class Agent(LocalElasticAgent):
         Returns:
             The ranks of this node, the outcomes of other nodes' ranks, and how many nodes did not answer.
         """
-        ranks, exchange = self._local_ranks, self._exchange
+        local, exchange = self._local_ranks, self._exchange
 
         def signalled() -> bool:
             return bool(self._signals.received)
@@ -386,18 +376,18 @@ class Agent(LocalElasticAgent):
 
         if exchange is not None:
             exchange.announce_failure()
-        if ranks.failing:
-            ranks.settle(enough, skip_grace=signalled)
-        first = find_first_failure(ranks.outcomes())
+        if local.any_ended_badly:
+            local.settle(enough, skip_grace=signalled)
+        first = find_first_failure(local.outcomes())
         if self._restarts_left <= 0 or (first is not None and self._repeats(first)):
-            ranks.request_states()
+            local.request_states()
         elsewhere: list[RankOutcome] = []
         silent = 0
         if exchange is not None:
-            elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), signalled)
+            elsewhere, silent = exchange.exchange_outcomes(local.outcomes(), signalled)
         grace_s = self._options.grace_s(may_save=False)
-        ranks.stop(signal.SIGTERM, grace_s=grace_s, skip_grace=signalled, may_save=False)
-        return ranks.clean_up(), elsewhere, silent
+        local.stop(signal.SIGTERM, grace_s=grace_s, skip_grace=signalled, may_save=False)
+        return local.clean_up(), elsewhere, silent
 
     def _fail(self) -> RunResult:
         """End this round after a failure, and report the failure."""
@@ -415,10 +405,12 @@ class Agent(LocalElasticAgent):
             torch_private.set_attribute(_RESTARTS_LEFT, self, 0)
         self.first_failure = first
         info = self._job_info(ranks, silent_nodes=silent, repeated=repeated)
-        if self._restarts_left > 0:
-            self._local_ranks.show(render_restart(first, info))
+        if self._restarts_left <= 0:
+            self._report(ranks, outcomes, render_failure(first, info))
+        elif any(each.failed and each.error is not None for each in outcomes):
+            self._report(ranks, outcomes, render_failure(first, info), render_restart(first, info))
         else:
-            self._local_ranks.show(self._write_report(ranks, outcomes, render_failure(first, info)))
+            self._local_ranks.show(render_restart(first, info))
         failures = {
             outcome.rank: ProcessFailure(
                 local_rank=rank.local_rank,
@@ -448,15 +440,20 @@ class Agent(LocalElasticAgent):
     def _repeats(self, first: FirstFailure) -> bool:
         return self.first_failure is not None and first.repeats(self.first_failure)
 
-    def _write_report(
-        self, ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], text: str
-    ) -> str:
-        """Write the report of the failed job; returns its text with the folder that has the rest."""
+    def _report(
+        self,
+        ranks: Sequence[Rank],
+        outcomes: Sequence[RankOutcome],
+        text: str,
+        shown: str | None = None,
+    ) -> None:
+        """Write the report of a failed round to a folder, and show its text, or `shown`, with the folder."""
         try:
             path = failure_report.write(ranks, outcomes, text, self._options.args.log_dir)
+            where = f"tracebacks, stacks and the last output of the ranks here are in {path}"
         except OSError as error:
-            return f"{text}  stacks and logs could not be written: {error}\n"
-        return f"{text}  stacks, collectives and the last output of the ranks here are in {path}\n"
+            where = f"stacks and logs could not be written: {error}"
+        self._local_ranks.show(f"{shown or text}  {where}\n")
 
     def _lose_round(self, why: str) -> RunResult:
         self.first_failure = None
@@ -471,7 +468,8 @@ class Agent(LocalElasticAgent):
 
     def _node_waits(self) -> bool:
         """Whether a node wants to join, and this launcher has received no signal."""
-        return not self._signals.received and self._nodes is not None and self._nodes.node_waits()
+        nodes = self._node_rendezvous
+        return not self._signals.received and nodes is not None and nodes.node_waits()
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         if not self._local_ranks.ranks:
@@ -497,17 +495,17 @@ class Agent(LocalElasticAgent):
             self._exchange = None
 
     def _stop_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
-        local_ranks = self._local_ranks
-        if not local_ranks.ranks:
+        local = self._local_ranks
+        if not local.ranks:
             return
-        local_ranks.stop(
+        local.stop(
             number,
             grace_s=self._options.grace_s(may_save=may_save),
             skip_grace=lambda: self._signals.skip_grace,
             may_save=may_save,
         )
-        self.preempted = local_ranks.preempted
-        ranks = local_ranks.clean_up()
+        self.preempted = local.preempted
+        ranks = local.clean_up()
         outcomes = [rank.outcome() for rank in ranks]
         at = next((each for each in outcomes if each.interrupted_at), None)
         if at is not None and not self.interrupted_at:
@@ -521,5 +519,4 @@ class Agent(LocalElasticAgent):
             replace(each, stopped=each.error is None or each.follows) for each in outcomes
         )
         if first is not None:
-            text = render_failure(first, self._job_info(ranks))
-            self._local_ranks.show(self._write_report(ranks, outcomes, text))
+            self._report(ranks, outcomes, render_failure(first, self._job_info(ranks)))

@@ -208,8 +208,11 @@ class HangWatch:
         for activity in self._activities.values():
             activity.progress_at += passed_s - watched_s
 
-    def finish(self, world_size: int) -> Diagnosis | None:
-        """As `check`, if a hang is only waiting for the states of other nodes; call before the round ends."""
+    def conclude_pending(self, world_size: int) -> Diagnosis | None:
+        """Judge a hang for which `check` still waits for the states of other nodes; None if there is none.
+
+        Takes no new samples. Call it before the round ends.
+        """
         # A node that ends its ranks for a hang has read the states of all nodes, so they are in the store.
         same = self._pids == [rank.pid for rank in self._local_ranks.ranks]
         return self._conclude(time.monotonic(), world_size) if self._others_until and same else None

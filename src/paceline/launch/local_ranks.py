@@ -3,8 +3,9 @@
 torch's agent (agent.py) decides when each of these happens. This file does not import torch, because ranks
 are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
 
-Four verbs: `stop` sends a signal, and SIGKILL after a grace period; `kill` sends SIGKILL and does not wait;
-`clean_up` takes the last output of ended ranks and closes their files; `discard` does the last two.
+Verbs: `stop` sends a signal, and SIGKILL after a grace period; `kill` sends SIGKILL and does not wait;
+`clean_up` takes the last output of ended ranks and closes their files; `discard` kills, waits up to 10 s for
+the end, and cleans up. `kill_suspended` kills single processes, and counts as their failure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome
-from paceline.watch.probe import PROBE_NAME, Probe
+from paceline.watch.probe import PROBE_NAME, UNASKED, Probe
 
 WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
@@ -74,7 +75,6 @@ _START_FIXES = {
     errno.EACCES: "set PYTHON_EXEC to an interpreter, or unset it.",
 }
 _NO_SIZE = bytes(8)
-UNASKED = -1  # the number of an answer that a failing rank gives by itself; see worker.py
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
 # Puts words before the command of a local rank, such as those of numactl.
@@ -225,8 +225,11 @@ class Rank:
         return self.returncode
 
     @property
-    def failed(self) -> bool:
-        """Whether it has failed, or is about to end because of an error."""
+    def ended_badly(self) -> bool:
+        """Whether it ended with a bad exit code, or is about to end because of an error.
+
+        Also true of a rank that the launcher has ended; `outcome().failed` is the judgement.
+        """
         # A preempted rank did not fail. Its peers may fail because they lost it; they are judged then.
         return self.returncode not in (None, 0, ExitCode.PREEMPTED) or self.reported_error
 
@@ -535,9 +538,9 @@ class LocalRanks:
                 rank.send_signal(signal.SIGKILL, stops=False)
 
     @property
-    def failing(self) -> bool:
-        """Whether a rank has failed."""
-        return any(rank.failed for rank in self.ranks)
+    def any_ended_badly(self) -> bool:
+        """Whether a rank ended badly."""
+        return any(rank.ended_badly for rank in self.ranks)
 
     @property
     def done(self) -> bool:
@@ -578,9 +581,9 @@ class LocalRanks:
         for rank in late:
             rank.kill()
         if late and may_save and not skip_grace():
+            them = name_ranks(rank.rank for rank in late)
             self.say(
-                f"{name_ranks(rank.rank for rank in late)} did not end within {grace_s:g} s, and got SIGKILL; "
-                "see --shutdown-timeout"
+                f"{them} did not end within {grace_s:g} s, and got SIGKILL; see --shutdown-timeout"
             )
         self._wait_done(self.ranks, _KILLED_S)
 

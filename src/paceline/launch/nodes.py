@@ -368,8 +368,10 @@ def rendezvous_of_nodes(
         ConfigError: wrong options.
         LaunchFailed: the endpoint cannot be reached, or this node differs from the others.
     """
+    is_c10d = parameters.backend == "c10d"
     is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
-    if options is None or parameters.backend != "c10d" or not is_tcp or not _available():
+    is_whole = is_c10d and is_tcp and torch_private.has_all(torch_private.RENDEZVOUS_OF_TORCH)
+    if options is None or not is_whole:
         return torch_registry.get_rendezvous_handler(parameters)
     # `next_rendezvous` spreads many nodes over a time that depends on their number.
     torch_private.wrap(_RANDOM_DELAY, lambda delay: lambda seconds: None)
@@ -404,12 +406,6 @@ def rendezvous_of_nodes(
 
 def _address(route: Route | None) -> str | None:
     return None if route is None else route.address
-
-
-def _available() -> bool:
-    """Whether the installed torch has what this file needs; the first missing name gives one warning."""
-    paths = [n.path for n in torch_private.NAMES if n.path.startswith(f"{_MODULE}.")]
-    return all(torch_private.has(path) for path in paths if path != _RANDOM_DELAY)
 
 
 def _positive(parameters: RendezvousParameters, key: str, default: int) -> int:

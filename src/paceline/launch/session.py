@@ -29,7 +29,7 @@ from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch import signals
-from paceline.launch.agent import Agent, is_available
+from paceline.launch.agent import Agent
 from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
 from paceline.launch.node_facts import facts_of_this_node
 from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
@@ -117,7 +117,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> 
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
         spec = _spec(options, rendezvous)
-        if not is_available():
+        if not torch_private.has_all(torch_private.AGENT_OF_TORCH):
             return _run_agent_of_torch(spec, options, local_ranks, received_signals)
         agent = Agent(spec, options, local_ranks, received_signals, threads_note)
         return _run_agent(agent, options, local_ranks, rendezvous)
@@ -194,8 +194,7 @@ def _run_agent_of_torch(
 
 def _preempted(local_ranks: LocalRanks) -> int:
     local_ranks.say(
-        "preempted: all ranks stopped after the same step; "
-        f"exit code {ExitCode.PREEMPTED} asks to be started again"
+        f"preempted: all ranks have ended; exit code {ExitCode.PREEMPTED} asks to be started again"
     )
     return ExitCode.PREEMPTED
 

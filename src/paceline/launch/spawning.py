@@ -281,11 +281,11 @@ def _serve(
     rank = int(environ["RANK"])
     os.environ.clear()
     os.environ.update(environ)
-    # The fork server may have been started with a different environment than that of this call.
-    torch.set_num_threads(
-        int(environ.get("OMP_NUM_THREADS", 0))
-        or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
-    )
+    # The fork server may have been started with a different environment than that of this call. OpenMP also
+    # allows a list, "4,2", whose first number is that of the outer loops.
+    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    given = int(threads) if threads.isdecimal() else 0
+    torch.set_num_threads(given or max(1, usable_cores() // int(environ["WORLD_SIZE"])))
     streams = [_Lines(sys.stdout, rank), _Lines(sys.stderr, rank)]
     sys.stdout, sys.stderr = streams
     outcome = RankResult(rank)

@@ -116,8 +116,8 @@ class StragglerWatch:
         """Report the suspect as a straggler, or profile it for longer; None if it is not late any more."""
         found = None
         if suspect is not None:
-            if profiled_blocks(suspect, profiles):
-                found = find_straggler(suspect, self._suspect, profiles)
+            if blocks := profiled_blocks(suspect, profiles):
+                found = find_straggler(suspect, self._suspect, profiles, blocks)
             elif 2 * self._profile_s <= _PROFILE_S[1]:
                 self._profile(2 * self._profile_s, now, alive)
                 return

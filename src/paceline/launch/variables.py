@@ -1,7 +1,8 @@
 """Applies the environment variables that a script sets, in a rank and in the processes that it spawns.
 
 Under `paceline run` torch is imported before the script begins, so torch has read some of them already.
-Loaded by file name in a rank: the standard library alone. Spawned processes import it by name.
+worker.py loads this file without importing the package `paceline`, so it may import only the standard
+library. Spawned processes import it by name.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A follower is recognised by the type of its error and by what raised it, never b
 The errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in
 its own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
 
-Also loaded by file name in each rank: the standard library, exit_codes.py and stacks.py alone.
+launch/worker.py loads this file without importing the package `paceline`, so it may import only the standard
+library, exit_codes.py and stacks.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from traceback import walk_tb
 from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
-# A RuntimeError of these modules is a lost peer, unless a backend names its own function: wrong arguments.
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.rpc")
-_WRONG_ARGUMENTS = "ProcessGroup"
-# One of any module, such as torch.autograd or DDP, is a lost peer if it begins with the line of Gloo's source
-# that raised it. Others are errors of the script, such as a second backward of one graph.
+# A RuntimeError of RPC means that a peer was lost. Any other one does only if it names the line of Gloo's
+# source that raised it: first, or anywhere if a function of torch.distributed raised it, which may put words
+# before it. The rest are errors of the script: split sizes that do not fit, a second backward of one graph.
+_RPC = "torch.distributed.rpc"
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
@@ -94,9 +95,9 @@ def _lost_peer(error: BaseException | None) -> bool:
             return True
         if kinds[0] == "builtins.RuntimeError":
             module, message = _module(error), _message(error)
-            if module.startswith(_COLLECTIVES) and not message.startswith(_WRONG_ARGUMENTS):
-                return True
-            if _GLOO_ERROR.match(message):
+            is_collective = module.startswith(_COLLECTIVES)
+            find = _GLOO_ERROR.search if is_collective else _GLOO_ERROR.match
+            if module.startswith(_RPC) or find(message):
                 return True
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.

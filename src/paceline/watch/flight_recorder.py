@@ -1,8 +1,9 @@
 """Reads the collectives of this rank: torch's flight recorder, and the queues of `shm` and `mpi`.
 
-Runs in each rank and is loaded by file name: the standard library alone. The private names of torch used here
-are in `torch_private.NAMES`. `torch_private.find` would import torch, so they are looked up here, in loaded
-modules only. Without them there are no entries; `table` names those that are missing.
+Runs in each rank. launch/worker.py loads this file without importing the package `paceline`, so it may import
+only the standard library. The private names of torch used here are in `torch_private.NAMES`.
+`torch_private.find` would import torch, so they are looked up here, in loaded modules only. Without them
+there are no entries; `table` names those that are missing.
 """
 
 from __future__ import annotations

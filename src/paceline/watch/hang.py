@@ -22,7 +22,7 @@ from paceline.errors import name_ranks
 from paceline.watch.rank_state import Call, RankState
 from paceline.watch.report import group_by_text, render
 
-# Collectives whose tensors must have the same type and shape on all ranks.
+# Collectives whose tensors must have the same type and number of elements on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 _CHECK_NETWORK = "check that the ranks can reach each other on the job's network interface."
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
@@ -49,7 +49,9 @@ def diagnose(states: Sequence[RankState], world_size: int, after_s: float) -> Di
     """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
-    in_collective = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
+    in_collective = [
+        (state, state.open_call.since_s) for state in alive if state.open_call is not None
+    ]
     waiting = [state for state, since_s in in_collective if since_s >= after_s]
     if waiting:
         return _diagnose_collective(states, waiting, after_s)
@@ -72,14 +74,14 @@ def _diagnose_collective(
     remote = sorted(set(members) - {state.rank for state in states})
     if _may_still_end(entered, absent, call, after_s):
         return None
-    waiters = [state for state in waiting if _is_same(state.waiting, call)]
-    lines = _waiters(waiters)
+    waiters = [state for state in waiting if _is_same(state.open_call, call)]
+    lines = _waiter_lines(waiters)
     lines += _grouped(absent, lambda state: f"not entered it: {_activity(state)}", "has", "have")
     others = [state for state in waiting if state not in waiters and state not in absent]
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
-    elsewhere = [state.waiting for state in absent if state.waiting is not None]
+    elsewhere = [state.open_call for state in absent if state.open_call is not None]
     if absent and len(elsewhere) == len(absent):
         if any(other.group_and_backend != call.group_and_backend for other in elsewhere):
             why = "two groups were entered in different orders, so each side waits for the other."
@@ -89,7 +91,7 @@ def _diagnose_collective(
             fix = _CHECK_NETWORK
     elif absent:
         # Ranks that wait themselves may wait for one of the others.
-        absent = [s for s in absent if s.waiting is None and not s.where.torch_call] or absent
+        absent = [s for s in absent if s.open_call is None and not s.where.torch_call] or absent
         why, fix = _why_and_fix(absent, waiters)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
@@ -97,7 +99,7 @@ def _diagnose_collective(
         why = "all ranks have entered it and it does not end: the connection between them is stuck."
         fix = _CHECK_NETWORK
     # A rank in another collective is not busy, though a backend may use the CPU while it waits.
-    busy = any(state.busy and state.waiting is None for state in absent)
+    busy = any(state.busy and state.open_call is None for state in absent)
     alarm = not busy and bool(absent or not remote)
     # A notice is given once for a place in the script, an alarm once for a collective.
     key = (
@@ -105,7 +107,7 @@ def _diagnose_collective(
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    return _hang(alarm, absent or waiters, lines, why, fix, key)
+    return _diagnosis(alarm, absent or waiters, lines, why, fix, key)
 
 
 def _may_still_end(
@@ -116,7 +118,7 @@ def _may_still_end(
     It is then too early to call this a hang.
     """
     if absent:
-        calls = [state.waiting for state in absent if state.waiting is not None]
+        calls = [state.open_call for state in absent if state.open_call is not None]
         return len(calls) == len(absent) and any(one.since_s < after_s for one in calls)
     times_s = [one.since_s for state in entered for one in state.calls if _is_same(one, call)]
     times_s += [state.idle_s for state in entered if state.in_unreported_collective]
@@ -132,10 +134,10 @@ def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankSta
             for state in states
             if (not call.members or state.rank in call.members) and not state.has_entered(call)
         ]
-        free = any(state.waiting is None for state in absent)
+        free = any(state.open_call is None for state in absent)
         return (0 if free else 1 if absent else 2, -call.since_s)
 
-    calls = [state.waiting for state in waiting if state.waiting is not None]
+    calls = [state.open_call for state in waiting if state.open_call is not None]
     return min(calls, key=priority)
 
 
@@ -150,7 +152,7 @@ def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
         calls = by_number[number].values()
         # If a collective ended although the tensors differ, this may be intended.
         kinds = {
-            one.tensor_text for one in calls if one.name in _EQUAL_TENSORS and number == call.number
+            one.tensor_size for one in calls if one.name in _EQUAL_TENSORS and number == call.number
         }
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
@@ -172,7 +174,7 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
     for text, members in largest_first:
         first = members[0]
         if any(calls[state.rank].completed for state in members):
-            now = f", now in {_collective_text(first)}" if first.waiting else ""
+            now = f", now in {_collective_text(first)}" if first.open_call else ""
             did = f"called {text}{now}"
         elif lines:
             did = f"{'waits' if len(members) == 1 else 'wait'} in {text}"
@@ -191,7 +193,7 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
     else:
         why = "the ranks called the same collective with different tensors."
     culprits = _differing_ranks([members for _, members in largest_first], calls)
-    return _hang(True, culprits, lines, why, _SAME_ORDER, (number, *sorted(names)))
+    return _diagnosis(True, culprits, lines, why, _SAME_ORDER, (number, *sorted(names)))
 
 
 def _differing_ranks(
@@ -257,13 +259,13 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
         why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
     culprits = rest or ended or waiters
-    return _hang(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
+    return _diagnosis(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
 
 
-def _waiters(waiters: Sequence[RankState]) -> list[str]:
+def _waiter_lines(waiters: Sequence[RankState]) -> list[str]:
     lines = []
     for text, members in group_by_text(waiters, _collective_text).items():
-        seconds = min(s.waiting.since_s for s in members if s.waiting is not None)
+        seconds = min(s.open_call.since_s for s in members if s.open_call is not None)
         step = f", in step {members[0].step}" if members[0].step else ""
         lines.append(
             _with_ranks(members, f"{_have(members)} waited {seconds:.0f} s in {text}{step}")
@@ -272,8 +274,8 @@ def _waiters(waiters: Sequence[RankState]) -> list[str]:
 
 
 def _collective_text(state: RankState) -> str:
-    assert state.waiting is not None
-    return f"{_call_text(state.waiting, state)}{_at(state)}"
+    assert state.open_call is not None
+    return f"{_call_text(state.open_call, state)}{_at(state)}"
 
 
 def _torch_call_text(state: RankState) -> str:
@@ -312,7 +314,7 @@ def _activity(state: RankState) -> str:
         return f"in an uninterruptible wait in the kernel (state D{kernel}){_at(state)}"
     if state.state == "Z":
         return "its main thread has ended, and other threads run on (state Z)"
-    if state.waiting is not None:
+    if state.open_call is not None:
         return f"in {_collective_text(state)}"
     text = state.where.function_at_line
     text = text or ("not in the script" if state.answered else "it does not report where")
@@ -331,43 +333,49 @@ def _workers(state: RankState) -> str:
 
 def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> tuple[str, str]:
     """Why these ranks have not arrived, and what to do."""
-    first = next((state for state in absent if not state.busy), absent[0])
+    idle = [state for state in absent if not state.busy] or absent
+    # A process that the kernel or a debugger holds explains more than where its script is.
+    first = min(idle, key=lambda state: state.state not in ("T", "t", "D", "Z"))
+    who = f"rank {first.rank}"
     if first.returncode is not None:
         return (
-            "it finished while the others still run.",
+            f"{who} finished while the others still run.",
             "make all ranks take the same number of steps.",
         )
     if all(state.busy for state in absent):
         if first.holds_gil:
-            why = "native code holds the GIL, so no other Python thread runs."
+            why = f"native code of {who} holds the GIL, so no other Python thread runs."
         else:
-            why = "it is evaluating, compiling, saving or loading, or is in an endless loop."
+            why = f"{who} is evaluating, compiling, saving or loading, or is in an endless loop."
         return why, "nothing, if this may take so long; otherwise check this code."
     if first.state == "T":
         return (
-            "SIGSTOP or a shell's job control has stopped its process.",
+            f"SIGSTOP or a shell's job control has stopped the process of {who}.",
             f"resume it with `kill -CONT {first.pid}`.",
         )
     if first.state == "t":
         return (
-            "a debugger holds its process.",
+            f"a debugger holds the process of {who}.",
             "continue it in the debugger, or detach the debugger.",
         )
     if first.state == "D":
-        return "a disk or a network file system does not answer.", "check the disk that it uses."
+        return (
+            f"a disk or a network file system does not answer {who}.",
+            "check the disk that it uses.",
+        )
     if first.state == "Z":
         return (
-            "its main thread has ended, but another thread still runs.",
+            f"the main thread of {who} has ended, but another thread still runs.",
             "end or join the threads that the script starts.",
         )
     if first.where.loader:
         return (
-            "its DataLoader gets no batch: a worker is dead or stuck.",
+            f"the DataLoader of {who} gets no batch: a worker is dead or stuck.",
             "check the dataset's code there; DataLoader(timeout=...) makes it an error.",
         )
     if first.where.lock:
         return (
-            "it waits for a lock, a queue or a process.",
+            f"{who} waits for a lock, a queue or a process.",
             "find out what should release or fill it, and why that does not happen.",
         )
     if first.where.torch_call:
@@ -377,9 +385,9 @@ def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> t
 
 def _diverging_line(absent: RankState, waiters: Sequence[RankState]) -> tuple[str, str]:
     """Where the stacks of the ranks diverge. Stacks alone do not tell a branch from a call that blocks."""
-    if not waiters:
-        return "it makes no progress there.", "check this code."
     who = f"rank {absent.rank}"
+    if not waiters:
+        return f"{who} makes no progress there.", "check this code."
     pairs = zip(reversed(absent.where.script), reversed(waiters[0].where.script), strict=False)
     for (file, line, function), (other_file, other_line, other) in pairs:
         if (file, function) != (other_file, other):
@@ -391,7 +399,7 @@ def _diverging_line(absent: RankState, waiters: Sequence[RankState]) -> tuple[st
                 f"if it does not return, find what it waits for; if only {who} makes it, call the "
                 "same collectives on all ranks, whatever the branch.",
             )
-    return "it has not come back from there, and the others wait for it.", "check this code."
+    return f"{who} has not come back from there, and the others wait for it.", "check this code."
 
 
 def _grouped(
@@ -416,7 +424,7 @@ def _with_ranks(members: Sequence[RankState], text: str, separator: str = " ") -
     return f"{who}{separator}{text}"
 
 
-def _hang(
+def _diagnosis(
     alarm: bool,
     culprits: Sequence[RankState],
     lines: list[str],

@@ -5,7 +5,8 @@ how many collectives were entered and completed, and where the main thread is. I
 interpreter's lock, no Python thread runs; faulthandler's own thread then adds its stacks to the file.
 Everything else (stacks of all threads, the flight recorder, a profile) is reported on request.
 
-Started by launch/worker.py and loaded by file name: the standard library and the files next to it alone.
+launch/worker.py loads this file without importing the package `paceline`, so it may import only the standard
+library and the files next to it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from paceline.watch.sampling import profile
 from paceline.watch.stacks import call_of, hash_of, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
+UNASKED = -1  # the number of an answer that a failing rank gives by itself; see launch/worker.py
 _BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _dump_later = faulthandler.dump_traceback_later

@@ -6,6 +6,7 @@ The sources are torch's flight recorder, the beats and stacks of probe.py, and t
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,16 @@ LATE_BEAT_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
 _DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+# Where torch.distributed waits for other ranks. Others of its functions may save files, or compute.
+_WAITS = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/rpc/",
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/elastic/utils/store.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_",
+)
+_DECORATORS = ("wrapper", "inner_func", "<module>")
 _LOADERS = ("torch/utils/data/dataloader.py", "paceline/data/workers.py")
 _LOCKS = (
     *("/threading.py", "/queue.py", "/selectors.py", "/subprocess.py"),
@@ -57,6 +68,12 @@ class Call:
         """Group and backend, such as `0 gloo`: the collectives that `number` counts."""
         return f"{self.group} {self.backend}"
 
+    @property
+    def tensor_size(self) -> str:
+        """Type and number of elements of its tensor, such as `f32[12]`: backends do not look at the shape."""
+        shape = re.compile(r"\[([\d,]+)\]")
+        return shape.sub(lambda m: f"[{math.prod(map(int, m[1].split(',')))}]", self.tensor_text)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackSummary:
@@ -64,7 +81,8 @@ class StackSummary:
 
     Args:
         script: The frames of the script, innermost first.
-        torch_call: The function of torch.distributed that the script called; empty if it is in none.
+        torch_call: The function of torch.distributed that the script called, and in which it waits for other
+            ranks; empty if there is none.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
@@ -139,7 +157,7 @@ class RankState:
         return self.last_numbers.get(call.group_and_backend, 0) >= call.number
 
     @property
-    def waiting(self) -> Call | None:
+    def open_call(self) -> Call | None:
         """The oldest collective that is not completed."""
         return next((call for call in self.calls if not call.completed), None)
 
@@ -195,13 +213,14 @@ def _tensor_text(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
 def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     """Parse frames, innermost first. Files under `cwd` become relative."""
     inner: list[str] = []
-    waits = ""
+    waits, is_waiting = "", False
     frames = frames_of_script([(file, line, function) for file, line, function in stack])
     for file, line, function in stack:
         if frames and (file, line, function) == frames[0]:
             break
         inner.append(file)
-        if "torch/distributed/" in file and function not in ("wrapper", "<module>"):
+        is_waiting = is_waiting or any(name in file for name in _WAITS)
+        if is_waiting and "torch/distributed/" in file and function not in _DECORATORS:
             waits = function
     script = tuple(
         (file.removeprefix(cwd.rstrip("/") + "/"), line, function)

@@ -1,6 +1,7 @@
 """Samples the stack of a rank's main thread: how long it is in which phase of a training step.
 
-Runs in each rank and is loaded by file name: the standard library and stacks.py alone.
+Runs in each rank. launch/worker.py loads this file without importing the package `paceline`, so it may import
+only the standard library and stacks.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PHASES = {
     ),
     "forward": ("torch/nn/",),
 }
-NO_PHASE = "the script"
+NO_PHASE = "other code"
 GARBAGE = "garbage collection"
 WAITING = "waiting"  # for other ranks
 _WAITS = (

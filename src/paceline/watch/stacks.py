@@ -1,6 +1,7 @@
 """Reads stacks of Python threads: which lines are the user's, where the innermost one is, what it calls.
 
-Runs in each rank and is loaded by file name: the standard library alone.
+Runs in each rank. launch/worker.py loads this file without importing the package `paceline`, so it may import
+only the standard library.
 """
 
 from __future__ import annotations

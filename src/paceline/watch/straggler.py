@@ -216,14 +216,14 @@ def profiled_blocks(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[B
 
 
 def find_straggler(
-    suspect: Suspect, rank: int, profiles: Mapping[int, Profile]
+    suspect: Suspect, rank: int, profiles: Mapping[int, Profile], blocks: Sequence[Block]
 ) -> tuple[Straggler, str] | None:
     """How much slower this suspect is, in which phase and at which line of the script; None if it is not.
 
     Args:
-        profiles: By rank; `profiled_blocks` must have found blocks in them.
+        profiles: By rank.
+        blocks: Those that `profiled_blocks` found in them.
     """
-    blocks = profiled_blocks(suspect, profiles)
     spent = {
         member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].longest_wait_s
     }
@@ -332,12 +332,12 @@ def _why_and_fix(
         )
     if delay > _LEAST_DELAY:
         return (
-            f"its code takes longer, and its host has too few cores: it waited for one {delay:.0%} of the "
-            f"time, the other ranks {others_delay:.0%}.",
+            f"its code takes longer, and its host has too few cores: it waited for a free core {delay:.0%} of "
+            f"the time, the other ranks {others_delay:.0%}.",
             f"{cure}; and start fewer ranks or threads, or use a host with more cores.",
         )
     return (
-        f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for "
-        f"one {delay:.0%} of the time.",
+        f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for a free "
+        f"core {delay:.0%} of the time.",
         f"{cure}.",
     )

@@ -52,7 +52,8 @@ class Straggler:
         """How long the phase takes on these ranks and on the others."""
         what = "the rest of the loop" if self.phase == "other" else self.phase
         here_s, there_s = self.phase_s
-        return f"{what} takes {duration(here_s)} there, {duration(there_s)} elsewhere"
+        it = "them" if len(self.ranks) > 1 else "it"
+        return f"{what} takes {duration(here_s)} on {it}, {duration(there_s)} on the others"
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
