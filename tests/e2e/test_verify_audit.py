@@ -58,6 +58,7 @@ RULES = {
     "89": "gradient differs",
     "90": "datasets differ between ranks",
     "91": "metric averaged per rank",
+    "98": "samples used unevenly",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

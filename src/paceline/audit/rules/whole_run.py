@@ -23,6 +23,8 @@ _FEW = 0.05
 _DROPPED = 0.005
 # In shorter passes, more samples than that may be left out in each of them.
 _STEPS_OF_PASS = 20
+# Of samples that are drawn at random and used so often by one process, others use nearly all.
+_OFTEN, _FEW_OFTEN, _NEVER = 4, 20, 0.3
 # The loss falls clearly on one process if less than this part of it is left at the end.
 _FALLS = 0.8
 # A fault if on N processes this part of the fall is missing.
@@ -63,7 +65,7 @@ def uneven_use(case: Case) -> Judgement:
     slack = 0 if is_whole else 1
     uses_of_one, share_of_one = _usual_uses(solo, solo, slack)
     if share_of_one > _FEW:
-        return NotJudged("one process does not use each sample equally often either.")
+        return _never_used(case, solo, total)
     uses, share = _usual_uses(total, solo, slack)
     if share <= _FEW:
         return NoFault(f"each sample was used {_as_text(uses, slack)}.")
@@ -79,6 +81,27 @@ def uneven_use(case: Case) -> Judgement:
         evidence=f"the samples were used {least} to {most} times; one process used each "
         f"{_as_text(uses_of_one, slack)}",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
+    )
+
+
+def _never_used(case: Case, solo: Counter[Any], total: Counter[Any]) -> Judgement:
+    """The same for samples that one process draws at random: the ranks together never draw many of them."""
+    often = [sample for sample, uses in solo.items() if uses >= _OFTEN]
+    never = [sample for sample in often if sample not in total]
+    is_known = len(often) >= _FEW_OFTEN and total.total() >= solo.total()
+    if not is_known or len(never) <= _NEVER * len(often):
+        return NotJudged("one process does not use each sample equally often either.")
+    log = case.ranks[0]
+    loaders = [log.loaders[name] for name in log.training_loaders]
+    return FaultFound(
+        what="the ranks together never use many samples that one process uses often.",
+        at=(loaders or log.training_forwards)[-1].at,
+        why="each rank draws samples at random. Often it draws positions in its own part, and uses them as "
+        "indices of the whole dataset.",
+        fix="map what a rank draws to indices of the dataset, as in `indices[position]`.",
+        evidence=f"{len(never)} of {len(often)} samples that one process used at least {_OFTEN} times were "
+        "used by no rank",
+        effect=f"{len(never) / len(often):.0%} of these samples are never used",
     )
 
 
