@@ -59,6 +59,7 @@ RULES = {
     "90": "datasets differ between ranks",
     "91": "metric averaged per rank",
     "98": "samples used unevenly",
+    "99": "sum reduced again",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

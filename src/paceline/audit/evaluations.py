@@ -17,8 +17,9 @@ from paceline.audit.events import (
     NumberRead,
 )
 
-# Only tensors of up to this many values are metrics; their values are recorded.
+# Only tensors of up to this many values are metrics; a sum may be a confusion matrix. Their values are recorded.
 MAX_METRIC_VALUES = 16
+MAX_SUMS = 1024
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 _EVALUATIONS_PER_STEP = 100
@@ -127,8 +128,10 @@ class EvaluationReader:
         call = self._call
         if call is None or call.evaluation is None or self._is_of_samples:
             return
-        if 0 < len(results) <= MAX_METRIC_VALUES and call.op in _REDUCTIONS:
-            if "gather" in call.op:
+        gathers = "gather" in call.op
+        most = MAX_METRIC_VALUES if gathers else MAX_SUMS
+        if 0 < len(results) <= most and call.op in _REDUCTIONS:
+            if gathers:
                 length = len(results) // max(len(call.group), 1)
                 results = [sum(results[k::length]) for k in range(length)]
             self._found[call.evaluation].reductions.append(Reduction(call, results))

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from paceline.audit import replay
 from paceline.audit.digests import leaves
-from paceline.audit.evaluations import MAX_METRIC_VALUES
+from paceline.audit.evaluations import MAX_METRIC_VALUES, MAX_SUMS
 from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered, TensorsSent
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
@@ -80,6 +80,8 @@ class CollectiveHooks:
             given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
             first = next(iter(given.values()), None)
             tensors = [x for x in leaves(first) if isinstance(x, torch.Tensor)]
+            evaluates = self._progress.evaluation is not None
+            most = MAX_SUMS if evaluates and "gather" not in op else MAX_METRIC_VALUES
             begun = CollectiveBegun(
                 op=op,
                 at=user_line(),
@@ -89,12 +91,12 @@ class CollectiveHooks:
                 reduce=str(given.get("op", "SUM")).rsplit(".", 1)[-1],
                 shape=list(tensors[0].shape) if tensors else [],
                 items=_items(given.get("obj")),
-                values=_values([given["tensor"]] if "tensor" in given else []),
+                values=_values([given["tensor"]] if "tensor" in given else [], most),
             )
             with self._recorder.span(begun, CollectiveEnded) as found:
                 result = call(*args, **kwargs)
                 if not isinstance(result, dist.Work):
-                    found["values"] = _values(tensors)
+                    found["values"] = _values(tensors, most)
             return result
 
     def enter_join(self, enter: Callable[..., Any], join: Join) -> Any:
@@ -114,11 +116,11 @@ def _items(value: Any) -> int:
     return sum(x.numel() if isinstance(x, torch.Tensor) else 1 for x in leaves(value))
 
 
-def _values(tensors: list[Any]) -> list[float] | None:
-    """The numbers in small tensors; None if a tensor is too large to be a metric."""
+def _values(tensors: list[Any], most: int) -> list[float] | None:
+    """The numbers in tensors; None if one has more than `most`, which is too large for a metric."""
     numbers: list[float] = []
     for tensor in tensors:
-        if tensor.numel() > MAX_METRIC_VALUES or tensor.is_complex():
+        if tensor.numel() > most or tensor.is_complex():
             return None
         numbers += [float(x) for x in tensor.detach().reshape(-1).tolist()]
     return numbers

@@ -31,6 +31,7 @@ _CLIPPED_TOO_EARLY = "clipping before reduction"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 _SCHEDULE_OF_RANK = "schedule follows one rank"
 _EVALUATED_TWICE = "evaluated twice"
+_REDUCED_AGAIN = "sum reduced again"
 _AVERAGED = "metric averaged per rank"
 
 # Rules that compare the weights of ranks in equal steps.
@@ -89,11 +90,12 @@ RULES = (
     Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_parts=True),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank),
     Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
+    Rule(_REDUCED_AGAIN, evaluation.reduced_again),
     # Ranks whose schedules differ have different weights.
     Rule(
         _AVERAGED,
         evaluation.averaged_metric,
-        consequence_of=(_DATASETS, _EVALUATED_TWICE, _SCHEDULE_OF_RANK),
+        consequence_of=(_DATASETS, _EVALUATED_TWICE, _REDUCED_AGAIN, _SCHEDULE_OF_RANK),
     ),
     Rule("metric of one rank", evaluation.metric_of_one_rank),
     Rule(

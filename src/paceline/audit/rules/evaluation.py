@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 from paceline.audit.evaluations import Evaluation, first_evaluation
@@ -422,6 +423,35 @@ def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> FaultFound | No
                     is_note=solo == round(solo),
                 )
     return None
+
+
+def reduced_again(case: Case) -> Judgement:
+    """Some ranks keep a reduced sum, go on counting from it, and reduce it again in the next evaluation."""
+    if case.with_solo_weights is None:
+        return NotJudged(case.why_no_replay)
+    for before, each in pairwise(_compare(case)):
+        of_all = zip(
+            before.ranks[0].reductions, each.ranks[0].reductions, each.solo.reductions, strict=False
+        )
+        for old, new, solo in of_all:
+            if old.call.at != new.call.at or new.call.reduce != "SUM" or not any(old.results):
+                continue
+            for kept in range(1, case.world_size + 1):
+                values = zip(solo.results, old.results, new.results, strict=False)
+                if not all(_close(x + kept * y, z) for x, y, z in values):
+                    continue
+                return FaultFound(
+                    what="a sum over the ranks is reduced again in the next evaluation.",
+                    at=new.call.at,
+                    step=new.call.steps_done or None,
+                    why="all_reduce writes the sum over the ranks into the tensor, and "
+                    f"{kept} of {case.world_size} ranks count on from it.",
+                    fix="set the tensor to 0 on all ranks after each evaluation, or reduce a copy.",
+                    evidence=f"with the same weights and samples, its values add up to {sum(solo.results):.6g} "
+                    f"on one process and to {sum(new.results):.6g} on {case.world_size}",
+                    effect=f"the sum has {kept} times the sum of the evaluation before in it",
+                )
+    return NoFault("no sum of an evaluation was in that of the next one.")
 
 
 def metric_of_one_rank(case: Case) -> Judgement:
