@@ -317,6 +317,19 @@ def test_only_rank_0_holds_the_whole_model_of_an_export(tmp_path: Path) -> None:
     assert second <= 2  # the one before is freed after the next is gathered
 
 
+def _compiled_names(job: Any) -> set[str]:
+    model = torch.compile(paceline.fsdp(job, Net(), blocks=Block))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = paceline.Training(
+        job, model, optimizer, paceline.Batches(job, make_data(4), global_batch=2)
+    )
+    return {name for name, _ in training._context.strategy.whole_state(model)}
+
+
+def test_a_compiled_model_is_exported_with_its_own_names() -> None:
+    assert run_ranks(_compiled_names, nproc=2) == [set(Net().state_dict())] * 2
+
+
 class Stream(IterableDataset[Any]):
     def __init__(self, data: TensorDataset) -> None:
         self.data = data

@@ -234,6 +234,57 @@ def test_a_forward_may_compute_masks_and_values_between_its_submodules() -> None
                 assert value == pytest.approx(wanted, rel=1e-11), form
 
 
+class RandomMask(nn.Module):
+    """Draws one mask for both of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Seen(), Seen()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand(len(x), 1).round()
+        out: torch.Tensor = self.second(self.first(x, mask), mask)
+        return out
+
+
+class Seen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.masks = nn.Linear(4, 4), []  # type: ignore[var-annotated]
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.masks.append(mask.flatten().tolist())
+        out: torch.Tensor = self.linear(x) * mask
+        return out
+
+
+def _masks(job: Any) -> tuple[list[Any], list[Any], list[float]]:
+    torch.manual_seed(0)
+    model = RandomMask()
+    first, second = model.first, model.second
+    if job.world_size > 1:
+        paceline.pipeline(job, model)
+    x = torch.ones(8, 4)
+    batches = paceline.Batches(job, x, global_batch=8, micro_batch=4)
+    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    losses = []
+    for step in training.steps(until=2):
+        step.run(lambda batch: model(batch).pow(2).mean(1).sum())
+        step.update()
+        losses.append(float(step.loss))
+    return first.masks, second.masks, losses
+
+
+def test_what_a_forward_draws_before_its_layers_is_equal_in_all_stages() -> None:
+    first, second, losses = run_ranks(_masks, nproc=1)[0]
+    assert first == second
+    (own, _, _), (_, others, got) = run_ranks(_masks, nproc=2, mesh=Mesh(pp=2))
+    assert first[:2] == own[-len(first) :][:2]
+    assert others[-2:] == second[-2:]
+    assert got == pytest.approx(losses)
+
+
 def _reuse(job: Any) -> list[Any]:
     return _train_masked(job, "zero_bubble", {"reused": True})
 

@@ -170,6 +170,24 @@ def test_a_step_that_outgrows_what_was_foreseen_is_done_again() -> None:
         assert _redone(job) == [4, 2, 4, 2, 2]
 
 
+def _scaled_in_place(job: Any, in_place: bool) -> list[float]:
+    training = _training(job, {"micro_batch": 11})
+    losses = []
+    for step in training.steps(until=3):
+        for x, y in step:
+            x = x.mul_(0.5) if in_place else x * 0.5
+            step.backward(loss_sum(training.models[0], (x, y)), count=len(y))
+        step.update()
+        losses.append(float(step.loss))
+    return losses
+
+
+def test_a_loop_may_change_its_batches_in_place() -> None:
+    # The data itself are read by index, so that only the repetition of the first step shows.
+    with paceline.join() as job:
+        assert _scaled_in_place(job, True) == _scaled_in_place(job, False)
+
+
 def _sum_of_small_gradients(job: Any) -> list[list[float]]:
     sums = []
     for dtype, values in SMALL.items():

@@ -976,6 +976,29 @@ def _single(job: Any, how: str) -> Any:
     return losses, ghosts, weights_of(model), means
 
 
+def _two_optimizers(job: Any, how: str) -> list[Any]:
+    torch.manual_seed(0)
+    critic, generator = paceline.ddp(job, nn.Linear(4, 1)), paceline.ddp(job, nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (critic, generator)]
+    batches = paceline.Batches(job, make_data(12), global_batch=6)
+    training = paceline.Training(job, [critic, generator], optimizers, batches)
+    for step in training.steps(epochs=2):
+        for x, _ in step if how == "loop" else [step.batch]:
+            fake = generator(x).detach()
+            step.backward((critic(x) - critic(fake)).sum(), count=len(x), optimizer=optimizers[0])
+            step.update(optimizers[0])
+            loss = -critic(generator(x)).sum()
+            step.backward(loss, count=len(x), optimizer=optimizers[1])
+            step.update(optimizers[1])
+    return [weights_of(critic), weights_of(generator)]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_batch_of_a_step_lasts_until_the_last_update(nproc: int) -> None:
+    loops = run_ranks(_two_optimizers, "loop", nproc=nproc)
+    assert run_ranks(_two_optimizers, "batch", nproc=nproc) == loops
+
+
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_the_batch_of_a_step_is_the_loop_over_one_micro_batch(nproc: int) -> None:
     loops = run_ranks(_single, "loop", nproc=nproc)

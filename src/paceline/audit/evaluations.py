@@ -17,9 +17,9 @@ from paceline.audit.events import (
     NumberRead,
 )
 
-# Only tensors of up to this many values are metrics; a sum may be a confusion matrix. Their values are recorded.
+# Only tensors of up to this many values are metrics, whose values are recorded.
 MAX_METRIC_VALUES = 16
-MAX_SUMS = 1024
+MAX_SUMS = 1024  # the same for reductions: one may be of a confusion matrix
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 _EVALUATIONS_PER_STEP = 100

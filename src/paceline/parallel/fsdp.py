@@ -373,7 +373,7 @@ class FSDPStrategy(Strategy):
     def check(self) -> None:
         owned = {id(p) for p in owned_parameters(*self._optimizers)}
         for model in self._models:
-            named = dict(model.named_parameters())
+            named = dict(unwrap(model).named_parameters())
             unknown = [
                 n
                 for n, p in named.items()
@@ -429,7 +429,7 @@ class FSDPStrategy(Strategy):
         names = [
             name
             for model in self._models
-            for name, p in model.named_parameters()
+            for name, p in unwrap(model).named_parameters()
             if p.requires_grad and p.grad is None
         ]
         if names:
@@ -449,15 +449,16 @@ class FSDPStrategy(Strategy):
     def _refuse_partial(self) -> None:
         """Refuse parameters that the ranks of the axis tp hold whole, but whose gradients differ.
 
-        torch adds up the gradients that go back through a split layer. Those of a parameter that is used
-        between two split layers do not. They are compared in the first steps in which they are not 0.
+        torch adds up, over the axis tp, only gradients that go back through a split layer. The gradient of a
+        parameter that is used between two split layers does not, so each rank has that of its own part. Such
+        gradients are compared in the first steps in which they are not 0.
         """
         if self._job.mesh is None or self._job.mesh.tp == 1:
             return
         whole = {
             p: name
             for model in self._models
-            for name, p in model.named_parameters()
+            for name, p in unwrap(model).named_parameters()
             if not _has_axis(p, "tp") and self._compared[p] < _COMPARISONS
             if p.grad is not None and local(p.grad).numel()
         }
@@ -530,7 +531,7 @@ class FSDPStrategy(Strategy):
         )
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        for name, value in model.state_dict().items():
+        for name, value in unwrap(model).state_dict().items():
             yield name, _whole(value) if isinstance(value, torch.Tensor) else value
 
     def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:

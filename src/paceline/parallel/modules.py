@@ -50,6 +50,12 @@ def is_split(model: nn.Module) -> bool:
     return SPLIT_BY in unwrap(model).__dict__
 
 
+def wrapped_by(model: nn.Module) -> str:
+    """The function that has wrapped or split `model`, such as `paceline.fsdp`; empty if none has."""
+    split_by: str | None = unwrap(model).__dict__.get(SPLIT_BY)
+    return split_by or ("paceline.ddp" if find_wrapper(model) is not None else "")
+
+
 def is_pipeline(model: nn.Module) -> bool:
     """Whether `paceline.pipeline` has split `model` into stages."""
     return PIPELINE in unwrap(model).__dict__

@@ -58,7 +58,8 @@ def pipeline(
     Every stage calls the module's `forward` with the arguments that the loss function gives the module.
     `forward` must call the submodules that have parameters once each, in the order in which they were
     registered. One tensor passes from a stage to the next: the first argument of its first submodule. Other
-    arguments may be computed from the arguments of `forward`, such as masks. Submodules of earlier stages
+    arguments may be computed from the arguments of `forward`, such as masks. Random numbers that `forward`
+    draws before its first submodule are equal in all stages; later ones are not. Submodules of earlier stages
     return tensors without values that have the shape and dtype of the received tensor: `forward` must not use
     another shape of an earlier stage later.
 

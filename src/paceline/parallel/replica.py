@@ -54,8 +54,8 @@ class Replica(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.bypassed:
             return self.module(*inputs, **kwargs)
-        averaged: Any = super().forward
-        return averaged(*inputs, **kwargs)
+        reduced_forward: Any = super().forward
+        return reduced_forward(*inputs, **kwargs)
 
 
 def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Parameter], ...]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class ModelPart:
         self.running: _StageForward | None = None
         self.layers: dict[str, nn.Module] = {}
         self._job = job
-        self._forward = module.forward
+        self._model_forward = module.forward
         self._interceptors: dict[str, _Interceptor] = {}
         for unit in [*self.units, *stateless_layers(module, self.units)]:
             layer = module.get_submodule(unit)
@@ -106,20 +106,29 @@ class ModelPart:
             for unit, layer in self.layers.items():
                 self._put(unit, layer)
 
-    def forward(self, stage: int, args: Any, kwargs: Any, received: torch.Tensor | None) -> Any:
+    def compute_stage(
+        self,
+        stage: int,
+        args: Any,
+        kwargs: Any,
+        received: torch.Tensor | None,
+        seed_layers: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Compute one of this rank's stages: the tensor to send, or what the model returns.
 
         Args:
             args, kwargs: The arguments of the model.
             received: What the stage before has sent; None for stage 0.
+            seed_layers: Called before the first submodule of a later stage. What the model's `forward` draws
+                before its submodules is thus equal in all stages.
         """
         if stage != self.own_stages[-1]:
             # `forward` may change its arguments in place, and a later stage of this rank gets them too.
             args, kwargs = copy_tensors((args, kwargs))
-        self.running = _StageForward(self, stage, received)
+        self.running = _StageForward(self, stage, received, seed_layers)
         try:
             with self.intercepted():
-                output = self._forward(*args, **kwargs)
+                output = self._model_forward(*args, **kwargs)
             self.running.check_end(output)
             return output
         except _StageEnd as end:
@@ -183,8 +192,15 @@ class _StageForward:
         has_begun: Whether the stage's own submodules have begun, so that tensors have values.
     """
 
-    def __init__(self, part: ModelPart, stage: int, received: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        part: ModelPart,
+        stage: int,
+        received: torch.Tensor | None,
+        seed_layers: Callable[[], None],
+    ) -> None:
         self.has_begun = stage == 0
+        self._seed_layers = seed_layers
         self._part = part
         self._stage = stage
         self._received = received
@@ -234,6 +250,7 @@ class _StageForward:
             )
         first.received = self._received
         self.has_begun = True
+        self._seed_layers()
 
     def _placeholder(self) -> torch.Tensor:
         """What a skipped submodule returns. It has the shape of the received tensor."""

@@ -57,8 +57,8 @@ _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
-# The forward of one stage and one micro-batch: what it sends, from what it receives.
-_Forward = Callable[[torch.Tensor], torch.Tensor]
+# Computes one stage of one micro-batch: what it sends, from what it receives.
+_StageCompute = Callable[[torch.Tensor], torch.Tensor]
 # Tensors without memory like the input and the output of each stage of this rank.
 _Templates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -118,7 +118,14 @@ class StageRunner:
                 schedule = self._schedule_for(step, indices, shape, arguments[indices[0]])
                 forwards = {
                     stage: [
-                        partial(self._forward_or_loss, step, index, stage, arguments[index], output)
+                        partial(
+                            self._compute_stage_or_loss,
+                            step,
+                            index,
+                            stage,
+                            arguments[index],
+                            output,
+                        )
                         for index in indices
                     ]
                     for stage, (_, output) in schedule.templates.items()
@@ -166,7 +173,7 @@ class StageRunner:
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(stage: int, received: torch.Tensor | None) -> Any:
-            output = self._forward(step, index, stage, copy_tensors(arguments), received)
+            output = self._compute_stage(step, index, stage, copy_tensors(arguments), received)
             if stage == self._part.last_stage:
                 output = torch.empty((), dtype=torch.float32)  # the loss
             if received is None:  # stage 0 gets the number of the micro-batch from `_Schedule.run`
@@ -182,7 +189,7 @@ class StageRunner:
                 buffer.copy_(value)
         return found
 
-    def _forward(
+    def _compute_stage(
         self,
         step: ScheduledStep,
         index: int,
@@ -191,10 +198,11 @@ class StageRunner:
         received: torch.Tensor | None,
     ) -> Any:
         """A stage of a micro-batch: the tensor to send, or what the model returns."""
-        with step.forward_context(index, stage):
-            return self._part.forward(stage, *arguments, received)
+        with step.forward_context(index):
+            seed_layers = partial(step.seed_layers, index, stage)
+            return self._part.compute_stage(stage, *arguments, received, seed_layers)
 
-    def _forward_or_loss(
+    def _compute_stage_or_loss(
         self,
         step: ScheduledStep,
         index: int,
@@ -208,7 +216,7 @@ class StageRunner:
         Args:
             template: The shape and dtype for which the schedule has buffers.
         """
-        output = self._forward(step, index, stage, arguments, received if stage else None)
+        output = self._compute_stage(step, index, stage, arguments, received if stage else None)
         if stage == self._part.last_stage:
             # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
             return self._loss(step, index, output).float()
@@ -248,7 +256,7 @@ class StageRunner:
         """The arguments with which the loss function calls the model."""
         self._mode = "capture"
         try:
-            with step.forward_context(index, 0):
+            with step.forward_context(index):
                 step.call_loss_function(index)
         except _Captured as captured:
             args, kwargs = captured.args
@@ -265,7 +273,7 @@ class StageRunner:
         """The weighted loss of a micro-batch from the model's output, on the last stage."""
         self._mode, self._output = "output", output
         try:
-            with step.forward_context(index, 0):
+            with step.forward_context(index):
                 result = step.call_loss_function(index)
         finally:
             self._mode, self._output = "refuse", None
@@ -303,7 +311,7 @@ class StageRunner:
             return output
         self._refuse_call()
         output = self._run_all_stages(
-            lambda stage, received: self._part.forward(stage, args, kwargs, received)
+            lambda stage, received: self._part.compute_stage(stage, args, kwargs, received)
         )
         if self._has_last:
             return output
@@ -437,7 +445,7 @@ class _Schedule:
             scale_grads=False,
         )
 
-    def run(self, forwards: Mapping[int, Sequence[_Forward]]) -> float:
+    def run(self, forwards: Mapping[int, Sequence[_StageCompute]]) -> float:
         """Run forward and backward of all micro-batches; returns the seconds of computation.
 
         Args:
@@ -465,7 +473,7 @@ class _StageModule(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(part.layers_of(stage))
         self.intercepted = part.intercepted
-        self.forwards: Iterator[_Forward] = iter(())
+        self.forwards: Iterator[_StageCompute] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         return next(self.forwards)(received)

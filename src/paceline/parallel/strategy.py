@@ -1,8 +1,9 @@
 """`Strategy`: how the ranks of one training run a step together and sum their gradients.
 
-`Training` chooses the strategy that fits how its models were wrapped, and makes one object for all its steps.
-`Step` leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an
-entry in `STRATEGIES`.
+`Training` chooses the strategy that fits how its models were wrapped. A reproducible training keeps one
+object. Any other makes a new one when a loop begins: what must outlive a loop is kept on the wrapper, as
+`Compression` is. `Step` leaves everything about ranks to its strategy. A new form of parallelism is a new
+subclass in a new file, and an entry in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class ScheduledStep(Protocol):
 
     num_micro_batches: int
 
-    def forward_context(self, index: int, stage: int) -> AbstractContextManager[None]:
-        """The context of a forward: precision, and dropout's generator seeded for micro-batch and stage."""
+    def forward_context(self, index: int) -> AbstractContextManager[None]:
+        """The context of a forward: precision, and dropout's generator seeded for the micro-batch."""
+
+    def seed_layers(self, index: int, stage: int) -> None:
+        """Seed dropout's generator for the layers of a later stage, which draw masks of their own."""
 
     def call_loss_function(self, index: int) -> Any:
         """What the user's loss function returns for a micro-batch."""

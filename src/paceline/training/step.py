@@ -25,6 +25,7 @@ from paceline.clock.step_clock import (
     OTHER,
     clock,
 )
+from paceline.data.device import copy_tensors
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import CountError, LossError, NonFinite, StepError, listed
@@ -255,10 +256,12 @@ class Step:
 
     def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
         clock.enter(DATA)
+        repeats = self._context.strategy.repeats_steps
         for micro in micros:
             clock.enter(FORWARD)
             self._begin_micro_batch(micro)
-            yield micro.batch
+            # The loop may change its batch in place, and must get it unchanged if the step is repeated.
+            yield copy_tensors(micro.batch) if repeats else micro.batch
             self._context.precision.leave()
             self._micro = None
             if any(record.needs_backward for record in self._records):
@@ -509,7 +512,7 @@ class Step:
         record = self._record_of(optimizer)
         trained = record.trained
         self._refuse_update(record)
-        if self._is_batch_open:
+        if self._is_batch_open and self._num_not_updated == 1:
             self._end_batch()
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
@@ -768,16 +771,18 @@ class _Scheduled:
         self.num_micro_batches = len(micros)
 
     @contextmanager
-    def forward_context(self, index: int, stage: int) -> Iterator[None]:
+    def forward_context(self, index: int) -> Iterator[None]:
         context = self._step._context
-        seed = self._step._dropout_seed(self._micros[index])
-        # Layers of two stages must not draw the same masks.
-        context.generator.manual_seed(pair_seed(seed, stage, 0) if stage else seed)
+        context.generator.manual_seed(self._step._dropout_seed(self._micros[index]))
         context.precision.enter()
         try:
             yield
         finally:
             context.precision.leave()
+
+    def seed_layers(self, index: int, stage: int) -> None:
+        seed = self._step._dropout_seed(self._micros[index])
+        self._step._context.generator.manual_seed(pair_seed(seed, stage, 0))
 
     def call_loss_function(self, index: int) -> Any:
         return self._loss_fn(self._micros[index].batch)

@@ -41,7 +41,7 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_pipeline, is_split
+from paceline.parallel.modules import equalize_buffers, is_pipeline, is_split, wrapped_by
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import weight
@@ -193,6 +193,12 @@ class Training:
             raise ConfigError(
                 f"the mesh is {self.job.mesh}, but the model is not split over it.",
                 fix="model = paceline.tensor_parallel(job, model)",
+            )
+        names = [wrapped_by(model) for model in self.models]
+        if all(names):
+            raise ConfigError(
+                f"the models are wrapped by different functions: {', '.join(sorted(set(names)))}.",
+                fix="wrap all of them by the same one.",
             )
         raise ConfigError(
             "the model is not wrapped, so its gradients would not be summed over ranks.",

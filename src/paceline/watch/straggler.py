@@ -332,8 +332,8 @@ def _why_and_fix(
         )
     if delay > _LEAST_DELAY:
         return (
-            f"its code takes longer, and its host has too few cores: it waited for a free core {delay:.0%} of "
-            f"the time, the other ranks {others_delay:.0%}.",
+            "its code takes longer, and its host has too few cores: it waited for a free core "
+            f"{delay:.0%} of the time, the other ranks {others_delay:.0%}.",
             f"{cure}; and start fewer ranks or threads, or use a host with more cores.",
         )
     return (

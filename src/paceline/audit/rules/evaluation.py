@@ -447,8 +447,9 @@ def reduced_again(case: Case) -> Judgement:
                     why="all_reduce writes the sum over the ranks into the tensor, and "
                     f"{kept} of {case.world_size} ranks count on from it.",
                     fix="set the tensor to 0 on all ranks after each evaluation, or reduce a copy.",
-                    evidence=f"with the same weights and samples, its values add up to {sum(solo.results):.6g} "
-                    f"on one process and to {sum(new.results):.6g} on {case.world_size}",
+                    evidence="with the same weights and samples, its values add up to "
+                    f"{sum(solo.results):.6g} on one process and to {sum(new.results):.6g} on "
+                    f"{case.world_size}",
                     effect=f"the sum has {kept} times the sum of the evaluation before in it",
                 )
     return NoFault("no sum of an evaluation was in that of the next one.")
