@@ -256,13 +256,13 @@ class DDPStrategy(ReplicaStrategy):
     def backward(
         self,
         loss: torch.Tensor,
-        weight: torch.Tensor,
+        start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
         if micro.is_last and self._job.data.size > 1:
             watch_backward(loss)
-        super().backward(loss, weight, micro, inputs)
+        super().backward(loss, start, micro, inputs)
 
     def finish(self, optimizer: Optimizer) -> None:
         super().finish(optimizer)

@@ -149,12 +149,12 @@ class ExactStrategy(ReplicaStrategy):
     def backward(
         self,
         loss: torch.Tensor,
-        weight: torch.Tensor,
+        start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
         uses = self._num_forwards() - self._earlier_forwards
-        torch.autograd.backward(loss, weight, inputs=inputs)
+        torch.autograd.backward(loss, start, inputs=inputs)
         # Forwards of activation checkpointing in this backward do not count as uses.
         self._earlier_forwards = self._num_forwards() - uses
         self._sum.add()

@@ -130,16 +130,17 @@ class Strategy:
     def backward(
         self,
         loss: torch.Tensor,
-        weight: torch.Tensor,
+        start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Add the gradients of `weight * loss` to the parameters.
+        """Add the gradients of `start * loss` to the parameters.
 
         Args:
+            start: The gradient that the backward starts from, shape ().
             inputs: With several optimizers, the parameters to differentiate; None for all.
         """
-        torch.autograd.backward(loss, weight, inputs=inputs)
+        torch.autograd.backward(loss, start, inputs=inputs)
 
     def end_micro_batches(self) -> bool:
         """Called after the last micro-batch. Returns whether all must be run again, equal on all ranks."""

@@ -68,24 +68,24 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    _weight: torch.Tensor | None = None  # the last result of `weight_of`, for `_weight_for`
-    _weight_for: tuple[float, float, torch.dtype] | None = None
+    _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
+    _start_for: tuple[float, float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
         self.precision.leave()
         self.strategy.leave_step()
 
-    def weight_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+    def start_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """Initial gradient of backward, so that `update` gets gradients divided by `divisor`; shape ()."""
         # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make fp16
         # gradients larger by the number of ranks, so that they overflow on many ranks.
         undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
         key = (undo, divisor, loss.dtype)
-        if self._weight is None or key != self._weight_for:
-            self._weight = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
-            self._weight_for = key
-        return self._weight
+        if self._start is None or key != self._start_for:
+            self._start = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
+            self._start_for = key
+        return self._start
 
 
 @dataclass(slots=True, eq=False)
@@ -402,7 +402,7 @@ class Step:
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
-            start, own = self._weighed(loss, count, reduction, record, scaled)
+            start, own = self._start_and_logged(loss, count, reduction, record, scaled)
             record.loss = own if record.loss is None else record.loss + own
             record.count = record.count + count
         hooks = []
@@ -462,7 +462,7 @@ class Step:
         weight.check_count(count, micro.count, context.count_unit, self._where)
         return count
 
-    def _weighed(
+    def _start_and_logged(
         self,
         loss: torch.Tensor,
         count: int | torch.Tensor,
@@ -473,7 +473,7 @@ class Step:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count_unit == "tokens"
         divisor = record.trained.token_divisor if by_tokens else self.num_samples
-        start = self._context.weight_of(scaled, divisor)
+        start = self._context.start_of(scaled, divisor)
         if reduction == "mean":
             start = start * count
         own = weight.as_sum(loss.detach(), count, reduction)
@@ -792,7 +792,7 @@ class _Scheduled:
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
-        start, own = step._weighed(loss, count, self._reduction, record, loss)
+        start, own = step._start_and_logged(loss, count, self._reduction, record, loss)
         self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
 
