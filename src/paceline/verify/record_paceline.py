@@ -73,7 +73,7 @@ def install(progress: Progress) -> None:
     intercept("record_delivered", hooks.record_delivered, Loader)
     intercept("__init__", hooks.build_training, Training)
     intercept("steps", hooks.steps, Training)
-    intercept("_weighed", hooks.weigh, Step)
+    intercept("_start_and_logged", hooks.weigh, Step)
     intercept("_commit", hooks.commit, Training)
     intercept("stop", hooks.stop, Step)
     intercept("report", hooks.report, Training)
