@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from paceline import torch_private
 from paceline.audit import audit, evidence, record_data, record_loop, replay
 from paceline.audit.audit import judge
-from paceline.audit.digests import digest, exact_parts, numbers_drawn
+from paceline.audit.digests import digest, exact_parts, numbers_drawn, states_inside
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
@@ -1108,6 +1108,15 @@ def test_the_numbers_that_a_generator_gave_are_counted(already_used: int, count:
     before = generator.get_state()
     torch.rand(count, generator=generator)
     assert numbers_drawn(before, generator.get_state()) == count
+
+
+def test_generators_are_found_in_containers_and_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].generator = torch.Generator()
+    holder: dict[str, Any] = {"model": model, "each": [torch.Generator()], "many": [model] * 999}
+    holder["itself"] = holder
+    found = states_inside(SimpleNamespace(held=holder), "script")
+    assert set(found) == {"script.held.model.0.generator", "script.held.each.0"}
 
 
 def test_loaders_whose_batches_are_used_together_are_training_loaders() -> None:

@@ -14,8 +14,8 @@ import torch
 from paceline.data import digest as content
 from paceline.data.digest import bytes_of, has_content, plain
 
-# Attributes of a dataset are searched for random generators up to this depth.
-_MAX_DEPTH = 3
+# An object is searched for random generators up to this depth, without what is in longer containers.
+_MAX_DEPTH, _MAX_ITEMS = 3, 64
 _MT_WORDS = 624
 
 manual_seed = torch.manual_seed  # not the recording one that replaces it
@@ -122,15 +122,21 @@ def numbers_drawn(before: torch.Tensor, after: torch.Tensor) -> int:
 
 
 def states_inside(holder: Any, name: str, depth: int = 0) -> dict[str, int]:
-    """The digests of the generators in an object and in its attributes, by their path."""
+    """The digests of the generators in an object, its attributes, items and submodules, by their path."""
     state = _generator_state(holder)
     if state is not None:
         return {name: digest(state)}
+    if depth == _MAX_DEPTH or isinstance(holder, type | ModuleType | torch.Tensor):
+        return {}
+    inside: list[tuple[Any, Any]] = list(getattr(holder, "__dict__", {}).items())
+    if isinstance(holder, torch.nn.Module):
+        every = [(f"{m}.{k}", v) for m, own in holder.named_modules() for k, v in vars(own).items()]
+        inside = [(path, value) for path, value in every if not path.endswith("._modules")]
+    elif isinstance(holder, dict | list | tuple) and len(holder) <= _MAX_ITEMS:
+        inside += holder.items() if isinstance(holder, dict) else enumerate(holder)
     found: dict[str, int] = {}
-    is_closed = isinstance(holder, type | ModuleType | torch.Tensor | torch.nn.Module)
-    if depth < _MAX_DEPTH and hasattr(holder, "__dict__") and not is_closed:
-        for key, value in vars(holder).items():
-            found.update(states_inside(value, f"{name}.{key}", depth + 1))
+    for key, value in inside:
+        found.update(states_inside(value, f"{name}.{key}", depth + 1))
     return found
 
 

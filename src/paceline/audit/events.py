@@ -273,7 +273,7 @@ class ForwardEnded(EventInStep):
     inputs: int | None = None
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
-    # The same of generators in variables of the script, in forwards of training before the third step.
+    # The same of generators in the model and the script's variables, in training before the third step.
     script_random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from
     # How many numbers the script drew from torch's generator since the batch; None if unknown.

@@ -187,7 +187,7 @@ class LoopHooks:
             samples=samples,
             rows=rows,
             random=random_states(),
-            script_random=_states_of_script() if trains and self._progress.steps < 2 else {},
+            script_random=_states_of_script(module) if trains and self._progress.steps < 2 else {},
             draws=draws,
         )
         now = self._progress.updates, trains, evaluation
@@ -434,9 +434,9 @@ def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
     return len(first), None if is_computed else digest_rows(first[:_MAX_ROWS])
 
 
-def _states_of_script() -> Digests:
-    """The digests of the states of generators in the variables of the functions of the script that run."""
-    found: Digests = {}
+def _states_of_script(model: torch.nn.Module) -> Digests:
+    """The digests of the states of generators in a model and the variables of the script's functions."""
+    found = states_inside(model, "model")
     for frame in filter(is_user_code, frames()):
         for name, value in (frame.f_globals | frame.f_locals).items():
             found |= states_inside(value, name)
