@@ -1352,6 +1352,14 @@ def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(("taken", "is_same"), [(1, False), (2, True)])
+def test_a_step_with_fewer_micro_batches_has_other_inputs(taken: int, is_same: bool) -> None:
+    step: list[Event] = [ForwardEnded(trains=True, inputs=1, rows=[n]) for n in range(2)]
+    ranks = [step[:taken]] * 2
+    found = Case(run("solo", step), run("ordinary", *ranks), run("mirrored", *ranks))
+    assert found.has_same_inputs == is_same
+
+
 @pytest.mark.parametrize(
     ("batch", "part"),
     [
@@ -1365,6 +1373,10 @@ def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
             {"x": torch.tensor([1.0]), "pair": (torch.tensor([1.0]), torch.tensor([1.0]))},
         ),
         ([torch.arange(4.0), [5, 6, 7, 8]], [torch.tensor([1.0, 3.0]), [6, 8]]),
+        (
+            (torch.arange(2), torch.arange(6), [7, 8, 9]),
+            (torch.tensor([1]), torch.arange(6), [7, 8, 9]),
+        ),
     ],
 )
 def test_the_part_of_a_batch(batch: Any, part: Any) -> None:

@@ -122,7 +122,7 @@ def _part(value: Any, samples: int | None, rank: int, world_size: int) -> Any:
     Raises:
         _NoSamples: this rank gets none.
     """
-    if (isinstance(value, torch.Tensor) and value.dim()) or _has_item_per_sample(value, samples):
+    if _has_item_per_sample(value, samples):
         part = value[rank::world_size]
         if not len(part):
             raise _NoSamples
@@ -140,17 +140,21 @@ def _part(value: Any, samples: int | None, rank: int, world_size: int) -> Any:
         items = [_part(item, samples, rank, world_size) for item in value]
         is_named = hasattr(value, "_fields")
         return type(value)(*items) if is_named else type(value)(items)
-    return value  # such as a tensor of shape (), which belongs to the whole batch
+    return value  # it belongs to the whole batch
 
 
 def _has_item_per_sample(value: Any, samples: int | None) -> bool:
-    """Whether it is a list with one item for each sample, such as the boxes of each image."""
+    """Whether it is a tensor or a list with one item for each sample, such as the boxes of each image."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and len(value) == samples
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not value:
+        return False
+    if samples not in (None, len(value)):
         return False
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return True
     # Otherwise each item holds all samples, such as the inputs and the labels.
-    return len(value) == samples and any(number_of_samples(item) != samples for item in value)
+    return any(number_of_samples(item) != samples for item in value)
 
 
 def replayed_loaders(plan: RunPlan) -> dict[str, LoaderSeen]:

@@ -291,7 +291,10 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     if first.params != other.params and not replayed[0].layouts:
         return "the weights differ between two runs before the first step: the script sets no seed."
     if not case.has_same_inputs:
-        return "the samples come from no DataLoader, or change at random after it."
+        return (
+            "step 1 has other inputs than that of one process: they come from no DataLoader or change at "
+            "random after it, or the number of micro-batches depends on that of processes."
+        )
     return ""
 
 
@@ -357,9 +360,11 @@ def _why_not_exact(solo: Run, run: Run) -> str:
 
 def _inputs_of_step(log: RankLog) -> tuple[list[list[int] | None], list[Digests | None]]:
     """The rows of each micro-batch of the first step, and the random states before it and the second."""
-    rows = [event.rows for event in log.training_forwards if event.steps_done == 0]
     second = next((event for event in log.training_forwards if event.steps_done == 1), None)
-    return rows, [log.first_forward.random, None if second is None else second.random]
+    return log.rows_of_first_step, [
+        log.first_forward.random,
+        None if second is None else second.random,
+    ]
 
 
 def _own_generators_differ(run: Run) -> bool:

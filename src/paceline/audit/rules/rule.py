@@ -31,16 +31,16 @@ class Case:
 
     @property
     def has_same_inputs(self) -> bool:
-        """Whether the ranks of the replay began the training with the inputs of one process."""
+        """Whether the ranks of the replay took the first step with the inputs of one process."""
         if self.replay is None:
             return False
-        first = self.solo.ranks[0].first_forward
-        own = [log.first_forward for log in self.replay.ranks]
-        if self.replay.plan.mode == "mirrored" and any(e.inputs != first.inputs for e in own):
-            return False
-        if self.replay.plan.mode == "divided" and first.rows is None:
-            return False
-        return {row for event in own for row in event.rows or ()} == set(first.rows or ())
+        solo, ranks = self.solo.ranks[0], self.replay.ranks
+        if self.replay.plan.mode == "mirrored":
+            inputs = solo.first_forward.inputs, solo.rows_of_first_step
+            return all((e.first_forward.inputs, e.rows_of_first_step) == inputs for e in ranks)
+        own = {row for log in ranks for rows in log.rows_of_first_step for row in rows or ()}
+        expected = {row for rows in solo.rows_of_first_step for row in rows or ()}
+        return solo.first_forward.rows is not None and own == expected
 
     @property
     def ranks(self) -> list[RankLog]:
