@@ -186,6 +186,15 @@ def test_a_warm_up_to_n_times_the_rate() -> None:
     assert isinstance(judged, NoFault), judged
 
 
+def test_a_schedule_of_n_times_the_rate_with_a_warm_up_of_fixed_length() -> None:
+    def decays(steps: int, lr: float) -> list[Event]:
+        factors = [min(s / 20, (steps - s) / (steps - 20)) for s in range(steps)]
+        return _with_rates(_epochs(steps, steps, [0.0]), [lr * each for each in factors], lr)
+
+    judged = fast_schedule(case(*[decays(100, 0.1)] * 2, solo=decays(200, 0.05)))
+    assert isinstance(judged, NoFault), judged
+
+
 def test_samples_are_used_equally_often_in_whole_passes() -> None:
     def uses(times: list[int], *, whole: bool = True) -> list[Event]:
         ids = [i for i, n in enumerate(times) for _ in range(n)]

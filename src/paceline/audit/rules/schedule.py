@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,11 @@ def fast_schedule(case: Case) -> Judgement:
         if np.nansum(fit) >= _MIN_STEPS and np.nanmean(fit) >= _MIN_SHARE:
             break
     else:
-        if _is_between(case, is_unexpected, solo_steps_per_step):
-            return NoFault(f"the learning rate is 1 to {count} times that of one process.")
+        between = partial(_is_between, case, is_unexpected, solo_steps_per_step)
+        if between(relative=False) or between(relative=True):
+            return NoFault(
+                f"absolute or relative, the learning rate is 1 to {count} times that of one process."
+            )
         return NotJudged(
             f"in {is_unexpected.sum()} steps the learning rate was neither that of one process at the same "
             "step nor at the same part of an epoch.",
@@ -90,10 +94,13 @@ def fast_schedule(case: Case) -> Judgement:
     )
 
 
-def _is_between(case: Case, steps: Array, speed: float) -> bool:
-    """Whether the rates of these steps are 1 to N times those of one process, as in a warm-up to N times."""
-    expected = np.array(_rates(case.solo.ranks[0], relative=False))
-    rates = np.array(_rates(case.ranks[0], relative=False))
+def _is_between(case: Case, steps: Array, speed: float, *, relative: bool) -> bool:
+    """Whether the rates of these steps are 1 to N times those of one process.
+
+    The absolute ones are in a warm-up to N times the rate, the relative ones in a schedule of such a rate.
+    """
+    runs = case.solo, case.ordinary
+    expected, rates = (np.array(_rates(run.ranks[0], relative=relative)) for run in runs)
     least = _interpolated(expected, np.arange(len(rates)) * speed)  # no comparison with NaN is true
     most = case.world_size * least
     is_outside = (rates < (1 - _SAME_RATE) * least) | (rates > (1 + _SAME_RATE) * most)
