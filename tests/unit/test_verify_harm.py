@@ -570,31 +570,39 @@ def test_a_rank_that_clips_alone_and_changes_nothing() -> None:
     assert isinstance(update_on_one_rank(case(usual, idle)), FaultFound)
 
 
-@pytest.mark.parametrize(("max_norm", "found"), [(1.0, FaultFound), (1e9, NoFault)])
-def test_a_clip_that_only_measures(max_norm: float, found: type) -> None:
-    ranks = [
-        _updates([1], [[Clipped(norm=norm, max_norm=max_norm), _step(1)]]) for norm in (2.0, 3.0)
-    ]
+@pytest.mark.parametrize(
+    ("max_norm", "samples", "found"),
+    [(1.0, 1, FaultFound), (1e9, 1, NoFault), (1.0, 3, NoFault)],
+)
+def test_clips_that_only_measure_or_are_of_one_sample(
+    max_norm: float, samples: int, found: type
+) -> None:
+    ranks = []
+    for norm in (2.0, 3.0):
+        clips: list[list[Event]] = [[Clipped(norm=norm, max_norm=max_norm)] for _ in range(samples)]
+        clips[-1].append(_step(1))
+        ranks.append(_updates([1] * samples, clips))
     assert isinstance(clip_before_reduction(case(*ranks)), found)
 
 
 @pytest.mark.parametrize(
-    ("clipped", "unscaled", "stepped", "found"),
+    ("clipped", "unscaled", "stepped", "bound", "found"),
     [
-        ("ab", "", "ab", True),
-        ("ab", "a", "ab", True),
-        ("ab", "ab", "ab", False),
-        ("ab", "", "", False),
-        ("b", "a", "a", False),  # b has an optimizer without the scaler
-        ("ab", "a", "a", False),
+        ("ab", "", "ab", 1.0, True),
+        ("ab", "a", "ab", 1.0, True),
+        ("ab", "ab", "ab", 1.0, False),
+        ("ab", "", "", 1.0, False),
+        ("b", "a", "a", 1.0, False),  # b has an optimizer without the scaler
+        ("ab", "a", "a", 1.0, False),
+        ("ab", "", "ab", 65536.0, False),  # the bound has the scale too
     ],
 )
 def test_a_clip_beside_the_scaler_of_another_optimizer(
-    clipped: str, unscaled: str, stepped: str, found: bool
+    clipped: str, unscaled: str, stepped: str, bound: float, found: bool
 ) -> None:
     calls: list[Event] = [
         *[Unscaled(names=[name]) for name in unscaled],
-        Clipped(norm=2.0, scale=65536.0, names=[*clipped]),
+        Clipped(norm=2.0, max_norm=bound, scale=65536.0, names=[*clipped]),
         *[ScalerStepped(names=[name]) for name in stepped],
         _step(1),
     ]

@@ -128,10 +128,15 @@ class Update:
     calls: list[UpdateCall] = field(default_factory=list)
 
     @property
+    def optimizer_step(self) -> OptimizerStepBegun | None:
+        """The first step of an optimizer in it; None if its gradients, as of one sample, are used later."""
+        return next((call for call in self.calls if isinstance(call, OptimizerStepBegun)), None)
+
+    @property
     def step(self) -> int:
         """The number of its step, from 1. Updates of several optimizers may belong to one step."""
-        steps = (call.step for call in self.calls if isinstance(call, OptimizerStepBegun))
-        return next(steps, self.backwards[0].steps_done + 1)
+        first = self.optimizer_step
+        return self.backwards[0].steps_done + 1 if first is None else first.step
 
 
 @dataclass(frozen=True)

@@ -346,6 +346,8 @@ def _why_not_exact(solo: Run, run: Run) -> str:
         return "the ranks had different micro-batches or random numbers than one process."
     if _own_generators_differ(run):
         return "the ranks have generators of their own with different states."
+    if solo.ranks[0].first_update.optimizer_step is None:
+        return "the script adds up the gradients of several backwards itself, perhaps with noise."
     for log in run.ranks:
         exchanged = (event for event in log.in_first_batch if isinstance(event, CollectiveBegun))
         if any("gather" in event.op or len(event.shape) > 1 for event in exchanged):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
 from paceline.audit.events import (
     BackwardBegun,
@@ -23,6 +23,8 @@ from paceline.errors import name_ranks
 
 # Norms of equal gradients may differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)
+# A bound of at least this part of the loss scale is one for gradients with the scale.
+_SCALED_BOUND = 0.01
 # Factors of shards that differ by less are equal; and a fault differs in so many steps.
 _SAME_FACTOR, _MIN_STEPS = 0.02, 3
 _WORDS: dict[type[Event], tuple[str, str]] = {
@@ -52,18 +54,20 @@ def clip_before_unscale(case: Case) -> Judgement:
             what="gradients are clipped before they are unscaled.",
             at=event.at,
             step=update.step,
-            why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
+            why=f"they are still {scale:g} times too large for the bound.",
             fix="call scaler.unscale_(optimizer) before clipping.",
             evidence=f"the scale at the clip was {scale:g}"
             + (f", and the norm with it {norm:.4g}" if norm is not None else ""),
             effect=f"gradients are clipped at a norm {scale:g} times too small",
         )
     clips = sum(len(_clips(log)) for log in logs)
-    return NoFault(f"{clips} calls of torch's clipping, all of unscaled gradients.")
+    return NoFault(
+        f"{clips} calls of torch's clipping, each with gradients and a bound of one scale."
+    )
 
 
 def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
-    """The clips of gradients that have the loss scale, each with its update.
+    """The clips of gradients that have the loss scale, to a bound that has not, each with its update.
 
     Another optimizer than the scaler's has gradients without it.
     """
@@ -76,25 +80,31 @@ def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
                 unscaled.update(call.names)
             elif isinstance(call, ScalerStepped):
                 unscaled.difference_update(call.names)
-            elif (
-                isinstance(call, Clipped) and call.scale != 1 and scaled & {*call.names} - unscaled
-            ):
-                yield update, call
+            elif isinstance(call, Clipped):
+                bound = call.max_norm or 0.0
+                is_scaled = call.scale != 1 and scaled & {*call.names} - unscaled
+                if is_scaled and bound < _SCALED_BOUND * call.scale:
+                    yield update, call
 
 
 def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
     clips_of_ranks = [_clips(log) for log in case.ranks]
+    # As in DP-SGD, the script clips the gradient of each sample, and adds them up itself.
+    combined = {
+        update
+        for before, update in pairwise(case.ranks[0].updates)
+        if before.calls and all(isinstance(call, Clipped) for call in before.calls)
+    }
     for clips in zip(*clips_of_ranks, strict=False):
         update, event = clips[0]
         norms = [clip.norm for _, clip in clips if clip.norm is not None]
         bounds = [clip.max_norm or 0.0 for _, clip in clips]
-        steps = [
-            next((call for call in update.calls if isinstance(call, OptimizerStepBegun)), None)
-            for update, _ in clips
-        ]
+        steps = [update.optimizer_step for update, _ in clips]
         used = [step.grads for step in steps if step is not None]
         if min(len(norms), len(used)) < len(clips) or _close(min(norms), max(norms)):
+            continue
+        if update in combined:
             continue
         if all(norm <= bound for norm, bound in zip(norms, bounds, strict=True)):
             continue  # nothing was clipped
@@ -112,7 +122,9 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(f"{min(map(len, clips_of_ranks))} clips of gradients with equal norms.")
+    return NoFault(
+        f"in {min(map(len, clips_of_ranks))} clips, no rank was seen to clip the mean of its samples."
+    )
 
 
 def clip_of_shard(case: Case) -> Judgement:
