@@ -96,6 +96,7 @@ class ExitCalled(Event):
 
     by: str = ""
     code: Any = None
+    in_loop: bool = False  # whether it, or a call that led to it, is in the body of a loop
 
 
 class Failed(Event):

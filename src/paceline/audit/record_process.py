@@ -5,7 +5,9 @@ It also seeds the script and turns `torch.compile` off.
 
 from __future__ import annotations
 
+import ast
 import atexit
+import linecache
 import multiprocessing
 import os
 import socket
@@ -13,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -140,7 +143,14 @@ class ProcessHooks:
         by = str(calling_frame().f_globals.get("__name__"))
         # The end of the rank itself has no line: below it are the frames of the command that was forked.
         at = "" if by.startswith("paceline.") else user_line()
-        self._recorder.write(ExitCalled(at=at, by=by, code=code[0] if code else None))
+        others = (
+            f for f in frames() if not f.f_globals.get("__name__", "").startswith("paceline.")
+        )
+        self._recorder.write(
+            ExitCalled(
+                at=at, by=by, code=code[0] if code else None, in_loop=any(map(_is_in_loop, others))
+            )
+        )
         exit_(*code)
 
     def at_exit(self) -> None:
@@ -148,3 +158,10 @@ class ProcessHooks:
         models = self._models.by_number()
         buffers = {str(number): buffer_digests(model) for number, model in models.items()}
         self._recorder.write(RankEnded(wanted=self._progress.wanted, buffers=buffers))
+
+
+def _is_in_loop(frame: FrameType) -> bool:
+    """Whether a frame is in the body of a loop, by the source of its file."""
+    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    bodies = (node.body for node in ast.walk(tree) if isinstance(node, ast.For | ast.While))
+    return any(own[0].lineno <= frame.f_lineno <= (own[-1].end_lineno or 0) for own in bodies)

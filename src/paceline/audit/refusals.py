@@ -108,11 +108,8 @@ def refuse_early_exit(run: Run) -> None:
         before = log.events[: log.events.index(exit_)]
         passes = [e for e in before if isinstance(e, EventOfPass)]
         passes = [e for e in passes if e.loader in log.training_loaders]
-        # In a script without loaders, an exit inside a function is taken for one in the training.
-        in_training = " in " in exit_.at
-        if passes:
-            in_training = isinstance(passes[-1], PassBegun | BatchGiven)
-        if in_training:
+        in_pass = not passes or isinstance(passes[-1], PassBegun | BatchGiven)
+        if in_pass and exit_.in_loop:
             everywhere = all(each.of(ExitCalled) for each in run.ranks)
             fix = "let the training reach its end"
             raise _refused(
