@@ -1199,6 +1199,16 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
         torch_private.find.cache_clear()
 
 
+def test_batches_that_cannot_be_saved_are_not_replayed(tmp_path: Path) -> None:
+    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), cast(Any, None), 0)
+    error = replay.keep_batch(progress, "a", 0, 0, [lambda: None])
+    given: list[Event] = [BatchGiven(loader="a", size=2, unsaved=error), BackwardBegun()]
+    mode, why = audit._replay_mode(run("solo", given), run("ordinary", given, given))
+    assert mode is None
+    assert error
+    assert error in why
+
+
 def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path: Path) -> None:
     recorder: Any = SimpleNamespace(write=lambda event: None)
     progress = Progress(RunPlan(tmp_path, "solo", 1, 20), recorder, 0)

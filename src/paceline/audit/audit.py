@@ -153,6 +153,9 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     solo_size, *each = (own[0].samples if own else None for own in batches)
     if solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
+    unsaved = next((each.unsaved for each in solo.ranks[0].training_batches if each.unsaved), "")
+    if unsaved:
+        return None, f"a batch could not be saved, to give it to all ranks: {unsaved}."
     if all(size == solo_size for size in each):
         # A loss that compares the samples of all ranks must get each sample once.
         is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)

@@ -208,6 +208,7 @@ class BatchGiven(EventOfPass):
     ids: list[Any] | None = None
     size: int | None = None  # the length of the first tensor
     content: int = 0  # the digest of the batch
+    unsaved: str = ""  # the error if the solo run could not save it for its replays
 
     @property
     def samples(self) -> int | None:

@@ -146,6 +146,9 @@ class DataHooks:
         """Record a batch before the script gets it."""
         name = of.seen.loader
         self._progress.on_batch(name)
+        unsaved = ""
+        if self._progress.plan.mode == "solo" and not self._progress.is_over:
+            unsaved = replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
         self._recorder.write(
             BatchGiven(
                 loader=name,
@@ -153,11 +156,10 @@ class DataHooks:
                 ids=_samples_of(of.loader.dataset, index),
                 size=number_of_samples(batch),
                 content=digest(batch),
+                unsaved=unsaved,
                 steps_done=self._progress.steps,
             )
         )
-        if self._progress.plan.mode == "solo" and not self._progress.is_over:
-            replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
 
     def end_of(self, of: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
         """How to end a pass before its next batch; None to go on.

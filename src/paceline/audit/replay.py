@@ -93,9 +93,13 @@ def _batch_path(folder: Path, loader: str, pass_number: int, number: int) -> Pat
     return folder / f"batch-{loader}-{pass_number}-{number}.pt"
 
 
-def keep_batch(progress: Progress, loader: str, pass_number: int, number: int, batch: Any) -> None:
-    """Keep a batch of the solo run for its replays."""
-    torch.save(batch, _batch_path(progress.plan.folder, loader, pass_number, number))
+def keep_batch(progress: Progress, loader: str, pass_number: int, number: int, batch: Any) -> str:
+    """Keep a batch of the solo run for its replays, and return the error if it cannot be saved."""
+    try:
+        torch.save(batch, _batch_path(progress.plan.folder, loader, pass_number, number))
+    except Exception as error:  # such as for a class that is defined in a function
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def batches(progress: Progress, loader: str, pass_number: int) -> Iterator[Any]:
