@@ -46,6 +46,7 @@ from paceline.audit.events import (
     Unscaled,
 )
 from paceline.audit.evidence import RankLog, Run, _without_pretraining
+from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
@@ -608,6 +609,25 @@ def test_a_clip_beside_the_scaler_of_another_optimizer(
     ]
     judged = clip_before_unscale(case(_updates([1], [calls]), _updates([1], [calls])))
     assert isinstance(judged, FaultFound) == found
+
+
+@pytest.mark.parametrize(("copies", "found"), [(True, NotJudged), (False, FaultFound)])
+def test_a_model_for_one_batch_is_that_of_a_rank(copies: bool, found: type) -> None:
+    def rank(own: int) -> list[Event]:
+        events: list[Event] = []
+        for batch in range(3):
+            events.append(BatchGiven(loader="a"))
+            number = batch if copies else 0
+            for step in (1, 2):
+                done = 2 * batch + step - 1
+                value = own if (step > 1 if copies else done) else 0
+                use = ForwardEnded(trains=True, model=number, steps_done=done, params={"w": value})
+                ended = {full_name(number, "w"): own, "outer": batch}
+                events += [use, BackwardBegun(), _step(done + 1, own)]
+                events.append(OptimizerStepEnded(step=done + 1, params=ended))
+        return events
+
+    assert isinstance(drifting_weights(case(rank(2), rank(3))), found)
 
 
 def test_the_steps_of_two_optimizers_are_counted_once() -> None:

@@ -94,6 +94,12 @@ def test_a_rank_that_pretrains_alone_numbers_the_training_as_the_others(tmp_path
     assert numbers == [(1, 101, 0)] * 2
 
 
+def test_trained_and_untrained_models_have_different_numbers() -> None:
+    models = Models(cast(Any, SimpleNamespace(write=lambda event: None)))
+    numbers = [models.on_call(nn.Linear(1, 1), trains=n % 2 == 0) for n in range(210)]
+    assert len(set(numbers)) == len(models.by_number()) == 210
+
+
 def test_each_rank_saves_the_gradients_of_its_shards_and_rank_0_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,18 @@ class RankLog:
         """The forwards with gradient of models in training mode, in order."""
         return [event for event in self.of(ForwardEnded) if event.trains]
 
+    @cached_property
+    def models_of_one_batch(self) -> set[int]:
+        """The models that are trained on one of several batches only, as the copies of meta-learning."""
+        batches: defaultdict[int, set[int]] = defaultdict(set)
+        number = 0
+        for event in self.events:
+            if isinstance(event, BatchGiven):
+                number += event.loader in self.training_loaders
+            elif isinstance(event, ForwardEnded) and event.trains:
+                batches[event.model].add(number)
+        return {model for model, own in batches.items() if own != {0} and len(own) == 1 < number}
+
     @property
     def first_update(self) -> Update:
         """The first update; an empty one if there is none."""

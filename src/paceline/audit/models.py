@@ -20,15 +20,12 @@ from paceline.audit.record import Recorder, user_line
 from paceline.data.digest import plain
 from paceline.parallel.modules import unwrap
 
-# The first number of models that are first called outside of training. A rank may call such a model alone;
-# the numbers of the other models must not depend on it.
-_FIRST_UNTRAINED = 100
-
 
 class Models:
-    """The models that were called, numbered in the order of their first call in training.
+    """The models that were called, numbered in the order of their first call in training, from 0.
 
-    Models that are first called outside of training get numbers from `_FIRST_UNTRAINED` on.
+    Models that are first called outside of training get the numbers -1, -2 and so on: a rank may call such a
+    model alone, and the numbers of the others must not depend on it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -52,8 +49,8 @@ class Models:
         inner = inner_of(root)
         if id(inner) not in self._roots:
             untrained = not trains and not any(inner_of(model) is inner for model in self.ddp)
-            others = sum((n >= _FIRST_UNTRAINED) == untrained for n, _ in self._roots.values())
-            self._roots[id(inner)] = (_FIRST_UNTRAINED * untrained + others, inner)
+            others = sum((n < 0) == untrained for n, _ in self._roots.values())
+            self._roots[id(inner)] = (-1 - others if untrained else others, inner)
             self._record_model(inner)
         number = self._roots[id(inner)][0]
         if trains:
@@ -69,7 +66,7 @@ class Models:
     def is_trained(self, root: torch.nn.Module) -> bool:
         """Whether a model, or one that it is a part of, has been called in training, or is wrapped in DDP."""
         inner = inner_of(root)
-        is_first_in_training = self._roots[id(inner)][0] < _FIRST_UNTRAINED
+        is_first_in_training = self._roots[id(inner)][0] >= 0
         return is_first_in_training or any(id(p) in self._trained for p in inner.parameters())
 
     def by_number(self) -> dict[int, torch.nn.Module]:
@@ -167,7 +164,8 @@ class Models:
 
 def full_name(model: int, name: str) -> str:
     """The name of a tensor: `1.weight` in the first model, `model 1: 1.weight` in the second."""
-    return f"model {model}: {name}" if model else name
+    kind = "untrained model" if model < 0 else "model"
+    return f"{kind} {abs(model)}: {name}" if model else name
 
 
 def inner_of(root: torch.nn.Module) -> torch.nn.Module:

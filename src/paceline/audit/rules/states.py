@@ -77,7 +77,7 @@ class Mismatch:
 
 def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     """The first point at which the ranks use different weights; None if there is none."""
-    weights = [_weights(log) for log in ranks]
+    weights = [weights_of(log) for log in ranks]
     differs = differing(weights)
     # Optimizers that exchange updated weights are equal again when the model is used.
     uses = {point: own for point, own in differs.items() if point.phase % 2}
@@ -102,8 +102,10 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
     return Mismatch(step, outside, names, is_restored, loads, last, then, now)
 
 
-def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
-    """The weights of a rank."""
+def weights_of(log: RankLog) -> dict[WeightPoint, Digests]:
+    """The weights of a rank, without models for one batch, which are its own."""
+    forwards = (event for event in log.training_forwards if event.model in log.models_of_one_batch)
+    left_out = {full_name(event.model, n) for event in forwards for n in event.params or ()}
     found: defaultdict[WeightPoint, Digests] = defaultdict(dict)
     phases: defaultdict[tuple[int, str], int] = defaultdict(int)
     events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
@@ -118,6 +120,8 @@ def _weights(log: RankLog) -> dict[WeightPoint, Digests]:
         else:
             continue
         for name, value in params.items():
+            if name in left_out:
+                continue
             if is_use != (phases[step, name] % 2 == 1):
                 phases[step, name] += 1  # an update follows a use, or a use an update
             found[WeightPoint(step, phases[step, name])][name] = value

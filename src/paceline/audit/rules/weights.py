@@ -7,15 +7,13 @@ from typing import Any
 from paceline.audit.events import (
     CollectiveBegun,
     ForwardEnded,
-    OptimizerStepBegun,
-    OptimizerStepEnded,
     TrainingContinues,
     WeightsChanged,
 )
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
-from paceline.audit.rules.states import Mismatch
+from paceline.audit.rules.states import Mismatch, weights_of
 from paceline.errors import name_ranks
 
 
@@ -81,7 +79,9 @@ def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
     mismatch = case.mismatch
     if not _shows_weights(case.ranks[0]):
-        return NotJudged("no torch.nn.Module was called in training mode, which shows its weights.")
+        return NotJudged(
+            "no torch.nn.Module was trained on several batches, which shows its weights."
+        )
     if mismatch is None or not mismatch.outside or mismatch.loads:
         return NoFault("between optimizer steps, all ranks made the same changes or none.")
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
@@ -133,9 +133,9 @@ def drifting_weights(case: Case) -> Judgement:
     mismatch = case.mismatch
     log = case.ranks[0]
     if not _shows_weights(log):
-        updated = [[e.params for e in log.of(OptimizerStepEnded)] for log in case.ranks]
+        updated = [weights_of(log) for log in case.ranks]
         return NotJudged(
-            "no torch.nn.Module was called in training mode, so the weights were seen after optimizer "
+            "no torch.nn.Module was trained on several batches, so the weights were seen after optimizer "
             "steps only.",
             is_open=any(params != updated[0] for params in updated),
         )
@@ -215,9 +215,7 @@ def _trains_alone(case: Case, parameter: str) -> bool:
 
 def _shows_weights(log: RankLog) -> bool:
     """Whether the weights were seen between optimizer steps."""
-    uses = [e.params for e in log.training_forwards]
-    uses += [e.outside_models for e in log.of(OptimizerStepBegun)]
-    return any(uses)
+    return any(point.phase % 2 for point in weights_of(log))
 
 
 def _forwards_with(log: RankLog, parameter: str) -> list[ForwardEnded]:
