@@ -534,7 +534,7 @@ def test_buffers_that_are_made_equal_before_one_rank_evaluates(
 def test_ranks_that_see_other_gpus(visible: list[str], found: type) -> None:
     ranks: list[list[Event]] = [
         [
-            RankStarted(host="a", cuda_devices=2),
+            RankStarted(cuda_devices=2),
             ForwardEnded(trains=True, devices=["cuda:0"], visible_devices=each),
         ]
         for each in visible

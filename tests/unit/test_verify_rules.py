@@ -85,8 +85,8 @@ def forward(device: str, cores: list[int]) -> ForwardEnded:
     return ForwardEnded(devices=[device], cores=cores, at="t.py:1", trains=True)
 
 
-def start(cuda: int, cores: list[int], host: str = "a") -> RankStarted:
-    return RankStarted(host=host, cuda_devices=cuda, cores=cores)
+def start(cuda: int, cores: list[int]) -> RankStarted:
+    return RankStarted(cuda_devices=cuda, cores=cores)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,6 @@ def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: 
         assert isinstance(judged, FaultFound)
         assert message in judged.what
         assert judged.is_note == ("idle" in message or cuda == 1)
-
-
-def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
-    judged = shared_device(
-        case(
-            [start(1, [0], "a"), forward("cuda:0", [0])],
-            [start(1, [0], "b"), forward("cuda:0", [0])],
-        )
-    )
-    assert isinstance(judged, NoFault)
 
 
 def call(op: str, line: int, ranks: int = 2) -> CollectiveBegun:
@@ -419,7 +409,7 @@ def test_a_part_of_a_trained_model_is_trained() -> None:
 def _step_on(terms: int, weight: float) -> list[Event]:
     """An update by a rank whose loss has so many terms of this weight."""
     backward = BackwardBegun(
-        at="t.py:5", forwards=1, weight=weight, terms=terms, kind="NllLossBackward0"
+        at="t.py:5", forwards=1, term_weight=weight, terms=terms, kind="NllLossBackward0"
     )
     return [DDPBuilt(ranks=2), backward, OptimizerStepBegun()]
 
@@ -523,7 +513,7 @@ def test_a_learning_rate_or_a_loss_that_is_a_sum_makes_up_for_a_sum(
         (tmp_path / mode).mkdir()
         torch.save({"w": torch.ones(3) * count}, tmp_path / mode / "gradients-0-0.pt")
         step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr])
-        backward = BackwardBegun(at="t.py:1", weight=weight, terms=12.0)
+        backward = BackwardBegun(at="t.py:1", term_weight=weight, terms=12.0)
         made = run(mode, *[[first, backward, step]] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
@@ -1065,7 +1055,7 @@ TARGETS = torch.tensor([0, 1, 2, -100, 1, -100])
 def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
     found = loss_weight(loss())
     assert found is not None
-    assert found.weight == pytest.approx(weight)
+    assert found.term_weight == pytest.approx(weight)
     assert found.terms == count
 
 

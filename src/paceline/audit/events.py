@@ -56,7 +56,6 @@ class EventInStep(Event):
 class RankStarted(Event):
     """The rank is about to run the script."""
 
-    host: str = ""
     cores: list[int] = field(default_factory=list)
     cuda_devices: int = 0
 
@@ -171,10 +170,10 @@ class LoaderSeen(Event):
     """The first use of a DataLoader."""
 
     loader: str  # its name, equal in all runs: the line of the first pass over it
-    built: str = ""  # the same for the line that built it
+    built: str = ""  # a second name, from the line that built it; for `len(loader)`
     sampler: str = ""  # the name of its type
     sampler_id: int = 0  # equal for loaders of one sampler
-    # Attributes of a sampler for several ranks, such as "rank" and "seed".
+    # Those of the attributes "num_replicas", "seed", "shuffle" and "epoch" that the sampler has.
     sharding: dict[str, Any] = field(default_factory=dict)
     takes_epoch: bool = False  # whether its sampler or dataset has `set_epoch`
     batch_size: int | None = None
@@ -296,7 +295,7 @@ class BackwardBegun(EventInStep):
     # The loaders that gave a batch since the latest step.
     loaders: list[str] = field(default_factory=list)
     # The loss is the sum of so many terms, each with this weight; see `LossWeight`. 0 terms if unknown.
-    weight: float = 0.0
+    term_weight: float = 0.0
     terms: float = 0.0
     kind: str = ""
     reached: int = 0  # the digest of the names of the models' parameters that it reaches
@@ -306,7 +305,7 @@ class BackwardBegun(EventInStep):
     @property
     def total_weight(self) -> float:
         """The weight of all terms."""
-        return self.weight * self.terms
+        return self.term_weight * self.terms
 
 
 class BackwardEnded(Event):

@@ -21,9 +21,9 @@ _NODE = "torch.autograd.graph.Node"
 
 @dataclass(frozen=True)
 class LossWeight:
-    """A loss that is the sum of `terms` terms, each multiplied by `weight`."""
+    """A loss that is the sum of `terms` terms, each multiplied by `term_weight`."""
 
-    weight: float
+    term_weight: float
     terms: float
     kind: str = ""  # the type of the reduction's node, such as "NllLossBackward0"
 

@@ -169,7 +169,7 @@ class Progress:
         """Note a step of an optimizer.
 
         Raises:
-            Enough: it is one step more than wanted, and there is no loader to end the loop.
+            Enough: it is one step more than wanted, or three more if a loader can end the loop.
         """
         number = self.step_number(optimizer)
         self.updates += 1
@@ -196,7 +196,7 @@ class Progress:
         """Note that the script starts another pass over a training loader after the wanted steps.
 
         Raises:
-            Enough: a rank of this host has evaluated since then.
+            Enough: a rank has evaluated since then, or the loop has begun 1000 such passes.
         """
         if not self._empty_passes:
             self.recorder.write(TrainingContinues())

@@ -142,18 +142,20 @@ class DataHooks:
             replayed = None if seen is None else seen.batches
         return count(loader) if replayed is None else replayed
 
-    def record_batch(self, of: _RecordedPass, index: Any, batch: Any) -> None:
+    def record_batch(self, pass_: _RecordedPass, index: Any, batch: Any) -> None:
         """Record a batch before the script gets it."""
-        name = of.seen.loader
+        name = pass_.seen.loader
         self._progress.on_batch(name)
         unsaved = ""
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
-            unsaved = replay.keep_batch(self._progress, name, of.number, of.num_batches, batch)
+            unsaved = replay.keep_batch(
+                self._progress, name, pass_.number, pass_.num_batches, batch
+            )
         self._recorder.write(
             BatchGiven(
                 loader=name,
-                pass_number=of.number,
-                ids=_samples_of(of.loader.dataset, index),
+                pass_number=pass_.number,
+                ids=_samples_of(pass_.loader.dataset, index),
                 size=number_of_samples(batch),
                 content=digest(batch),
                 unsaved=unsaved,
@@ -161,8 +163,8 @@ class DataHooks:
             )
         )
 
-    def end_of(self, of: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
-        """How to end a pass before its next batch; None to go on.
+    def choose_end(self, pass_: _RecordedPass, frame: FrameType) -> type[EventOfPass] | None:
+        """The event that ends a pass before its next batch; None if it goes on.
 
         After the wanted steps all training passes end. Before, one is cut if the order of the next pass
         depends on `set_epoch`, and the run would not see it begin.
@@ -170,15 +172,15 @@ class DataHooks:
         Args:
             frame: Where the script asks for the batch. Only a loop handles StopIteration.
         """
-        seen, batches = of.seen, of.seen.batches or 0
+        seen, batches = pass_.seen, pass_.seen.batches or 0
         if self._is_over(seen.loader):
             if not _is_in_loop(frame):
                 self._progress.end()
-            if of.num_batches < batches:
+            if pass_.num_batches < batches:
                 self._recorder.write(TrainingContinues())
             return PassStopped
         may_cut = (
-            of.num_batches > 0
+            pass_.num_batches > 0
             and ("epoch" in seen.sharding or seen.takes_epoch)
             and seen.sharding.get("shuffle", True)
             and seen.loader in self._progress.training_loaders
@@ -186,10 +188,11 @@ class DataHooks:
         )
         return PassCut if may_cut and self._progress.cuts_pass(batches) else None
 
-    def record_end(self, of: _RecordedPass, how: type[EventOfPass]) -> None:
+    def record_end(self, pass_: _RecordedPass, how: type[EventOfPass]) -> None:
         """Record how a pass ended."""
+        steps = self._progress.steps
         self._recorder.write(
-            how(loader=of.seen.loader, pass_number=of.number, steps_done=self._progress.steps)
+            how(loader=pass_.seen.loader, pass_number=pass_.number, steps_done=steps)
         )
 
     def _is_over(self, name: str) -> bool:
@@ -251,7 +254,7 @@ class DataHooks:
         name = self._numbered(at)  # equal in all runs
         self._of_dataset[id(loader.dataset)] = name
         sampler, dataset = _sampler(loader), loader.dataset
-        settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
+        settings = ("num_replicas", "seed", "shuffle", "epoch")
         iterable = isinstance(dataset, IterableDataset)
         sized: Any = dataset if hasattr(dataset, "__len__") and not iterable else None
         root: Any = None if sized is None else _root(sized)[0]
@@ -317,7 +320,7 @@ class _RecordedPass:
         return self
 
     def __next__(self) -> Any:
-        end = self._hooks.end_of(self, sys._getframe(1))
+        end = self._hooks.choose_end(self, sys._getframe(1))
         if end is None:
             try:
                 batch = next(self._batches)

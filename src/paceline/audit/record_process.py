@@ -10,7 +10,6 @@ import atexit
 import linecache
 import multiprocessing
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -60,7 +59,6 @@ def install(progress: Progress, models: Models, control: object) -> None:
     """
     progress.recorder.write(
         RankStarted(
-            host=socket.gethostname(),
             cores=sorted(os.sched_getaffinity(0)),
             cuda_devices=torch.cuda.device_count(),
         )
@@ -143,14 +141,9 @@ class ProcessHooks:
         by = str(calling_frame().f_globals.get("__name__"))
         # The end of the rank itself has no line: below it are the frames of the command that was forked.
         at = "" if by.startswith("paceline.") else user_line()
-        others = (
-            f for f in frames() if not f.f_globals.get("__name__", "").startswith("paceline.")
-        )
-        self._recorder.write(
-            ExitCalled(
-                at=at, by=by, code=code[0] if code else None, in_loop=any(map(_is_in_loop, others))
-            )
-        )
+        in_loop = any(_is_in_loop_body(frame) for frame in frames() if is_user_code(frame))
+        first = code[0] if code else None
+        self._recorder.write(ExitCalled(at=at, by=by, code=first, in_loop=in_loop))
         exit_(*code)
 
     def at_exit(self) -> None:
@@ -160,7 +153,7 @@ class ProcessHooks:
         self._recorder.write(RankEnded(wanted=self._progress.wanted, buffers=buffers))
 
 
-def _is_in_loop(frame: FrameType) -> bool:
+def _is_in_loop_body(frame: FrameType) -> bool:
     """Whether a frame is in the body of a loop, by the source of its file."""
     tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     bodies = (node.body for node in ast.walk(tree) if isinstance(node, ast.For | ast.While))

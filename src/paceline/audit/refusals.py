@@ -79,7 +79,7 @@ def refuse(run: Run) -> None:
     # After the wanted steps the loaders are empty, which may make the script fail.
     unfinished = [log for log in run.ranks if log.steps < run.plan.steps]
     if any(log.first(EndedByVerify) for log in run.ranks):
-        return  # verification ended a rank, and ranks that update less often may have failed for that
+        return  # verification ended a rank, which may be why others failed
     failed = [log for log in unfinished if log.first(Failed)]
     if failed or (run.returncode and unfinished):
         raise _failure(run, failed)

@@ -17,7 +17,7 @@ def shared_device(case: Case) -> Judgement:
     forwards = [event for event in firsts if event is not None]
     if len(forwards) < count:
         return NotJudged("not every rank called a torch.nn.Module in training.")
-    used = [(s.host, e.visible_devices, e.devices) for s, e in zip(starts, forwards, strict=True)]
+    used = [(e.visible_devices, e.devices) for e in forwards]
     names = sorted({device for event in forwards for device in event.devices})
     gpus = starts[0].cuda_devices
     fault = partial(FaultFound, at=forwards[0].at)

@@ -55,7 +55,7 @@ def scaled_gradient(case: Case) -> Judgement:
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
-        return _scale_by_weight(case, why)
+        return _scale_by_loss_weight(case, why)
     optimizers = max(1, len(case.solo.ranks[0].optimizer_steps(1)))
     judgements = [_judge_optimizer(case, run, number) for number in range(optimizers)]
     # After the first, a gradient may depend on random numbers since its forward: only a clear factor counts.
@@ -167,11 +167,11 @@ def _wrong_multiple(
     )
 
 
-def _scale_by_weight(case: Case, why: str) -> Judgement:
+def _scale_by_loss_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
     if case.ordinary.ranks[0].gather_for_loss is not None:
         return NotJudged("the loss is one of gathered values, and not all need to have a gradient.")
-    solo, ordinary = _total_weight(case.solo), _total_weight(case.ordinary)
+    solo, ordinary = _weight_in_gradient(case.solo), _weight_in_gradient(case.ordinary)
     if not solo or not ordinary:
         return NotJudged(why)
     ratio = ordinary / solo
@@ -184,18 +184,18 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
     return judgement
 
 
-def _total_weight(run: Run) -> float | None:
-    """The total weight of the losses of step 1 in the gradient that the optimizer gets."""
-    weight = _weight_of_ranks(run)
+def _weight_in_gradient(run: Run) -> float | None:
+    """The weight of all terms of the losses of step 1 in the gradient that the optimizer gets."""
+    share = _share_of_each_rank(run)
     backwards = [event for log in run.ranks for event in log.first_update.backwards]
     is_clipped = _clip(run.ranks[0], 0) is not None and not run.ranks[0].of(DDPBuilt)
-    if weight is None or is_clipped or not all(event.terms for event in backwards):
+    if share is None or is_clipped or not all(event.terms for event in backwards):
         return None
-    return weight * sum(event.total_weight for event in backwards)
+    return share * sum(event.total_weight for event in backwards)
 
 
-def _weight_of_ranks(run: Run) -> float | None:
-    """The weight of each rank's gradient of step 1 in that of the optimizer; None if unknown or not one."""
+def _share_of_each_rank(run: Run) -> float | None:
+    """The factor of each rank's gradient of step 1 in that of the optimizer; None if unknown or not one."""
     if run.ranks[0].of(DDPBuilt):
         return None if run.ranks[0].of(CommHookSet) else 1 / len(run.ranks)
     final = run.gradients()
@@ -206,10 +206,10 @@ def _weight_of_ranks(run: Run) -> float | None:
     if any(len(row) != len(_flat(final)) for row in rows):
         return None  # shards
     matrix = torch.stack(rows)
-    # Least squares; for equal gradients, the pseudo-inverse gives equal weights.
-    weights = torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))
-    is_one = float(weights.max() - weights.min()) < _EQUAL * float(weights.abs().max())
-    return float(weights.mean()) if is_one else None
+    # Least squares; for equal gradients, the pseudo-inverse gives equal shares.
+    shares = torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))
+    is_one = float(shares.max() - shares.min()) < _EQUAL * float(shares.abs().max())
+    return float(shares.mean()) if is_one else None
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
@@ -245,7 +245,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
 
 def _is_sum(loss: BackwardBegun) -> bool:
     """Whether each sample has the weight 1 in the loss, however many there are."""
-    return loss.terms > 1 and math.isclose(loss.weight, 1.0)
+    return loss.terms > 1 and math.isclose(loss.term_weight, 1.0)
 
 
 def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
@@ -255,7 +255,7 @@ def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
     for event in log.in_first_batch:
         values = event.values if isinstance(event, CollectiveBegun | CollectiveEnded) else None
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
-        if any(math.isclose(x * own.weight, 1.0, rel_tol=1e-4) for x in values or ()):
+        if any(math.isclose(x * own.term_weight, 1.0, rel_tol=1e-4) for x in values or ()):
             why = "the loss is divided by a sum over all ranks, and the mean over ranks divides again."
             return why, "multiply the loss by the number of ranks.", None
     gather = log.gather_for_loss
@@ -291,10 +291,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     if first.params != other.params and not replayed[0].layouts:
         return "the weights differ between two runs before the first step: the script sets no seed."
     if not case.has_same_inputs:
-        return (
-            "step 1 has other inputs than that of one process: they come from no DataLoader or change at "
-            "random after it, or the number of micro-batches depends on that of processes."
-        )
+        return "step 1 has other inputs than on one process, such as random ones or fewer micro-batches."
     return ""
 
 
@@ -363,10 +360,8 @@ def _why_not_exact(solo: Run, run: Run) -> str:
 def _inputs_of_step(log: RankLog) -> tuple[list[list[int] | None], list[Digests | None]]:
     """The rows of each micro-batch of the first step, and the random states before it and the second."""
     second = next((event for event in log.training_forwards if event.steps_done == 1), None)
-    return log.rows_of_first_step, [
-        log.first_forward.random,
-        None if second is None else second.random,
-    ]
+    states = [log.first_forward.random, None if second is None else second.random]
+    return log.rows_of_first_step, states
 
 
 def _own_generators_differ(run: Run) -> bool:
@@ -439,7 +434,7 @@ def mean_of_means(case: Case) -> Judgement:
             if pair is not None:
                 rank = None if log is case.solo.ranks[0] else log.rank
                 found.append(_Unequal(pair, update.step, _SMALL_FACTOR, rank))
-    if not found and _weight_of_ranks(case.ordinary) is not None:
+    if not found and _share_of_each_rank(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
         of_all = list(zip(*(log.updates for log in case.ranks), strict=False))
@@ -495,7 +490,7 @@ def _unequal(
     known = [event for event in backwards if event.terms]
     for one, other in combinations(known, 2):
         totals = one.total_weight - other.total_weight
-        terms = (one.weight - other.weight) * other.terms
+        terms = (one.term_weight - other.term_weight) * other.terms
         # Two losses of one forward belong to one micro-batch.
         apart = across_ranks or one.forwards != other.forwards
         # Two tasks may have one line, in a loop over them, but not the same parameters.
@@ -521,8 +516,8 @@ def _mean_fault(
         step=first.step,
         why="the mean of means is the mean only if all parts have the same length.",
         fix=fix,
-        evidence=f"weights of one term in step {first.step}: {larger.weight:.4g} and "
-        f"{smaller.weight:.4g}",
+        evidence=f"weights of one term in step {first.step}: {larger.term_weight:.4g} and "
+        f"{smaller.term_weight:.4g}",
         effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
         f"{steps} steps",
         is_note=all(each.factor < each.limit or not lasts.isdisjoint(each.pair) for each in found),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,8 @@ def fast_schedule(case: Case) -> Judgement:
     solo_steps_per_step = lengths[0] / lengths[1]
     if of_pass[0] and of_pass[1]:
         solo_steps_per_step = of_pass[0] / of_pass[1]  # a short last step counts too
-    # Right are the speeds of a schedule by steps and of one by epochs. A schedule with fewer steps reaches
-    # its turning points up to one of its steps earlier or later.
+    # Two speeds are right: that of a schedule that counts steps, and that of one that counts epochs. With
+    # fewer steps, a schedule reaches its turning points up to one of its steps earlier or later.
     fits = [_fit(case, speed, shift=max(1, speed)) for speed in (1, solo_steps_per_step)]
     is_unexpected = (fits[0] == 0) & (fits[1] == 0)
     if is_unexpected.sum() < _MIN_STEPS:
@@ -58,10 +57,11 @@ def fast_schedule(case: Case) -> Judgement:
         if np.nansum(fit) >= _MIN_STEPS and np.nanmean(fit) >= _MIN_SHARE:
             break
     else:
-        between = partial(_is_between, case, is_unexpected, solo_steps_per_step)
-        if between(relative=False) or between(relative=True):
+        at = case, is_unexpected, solo_steps_per_step
+        # The relative ones of a schedule from N times the rate may be in a warm-up too.
+        if _is_between(*at, relative=False) or _is_between(*at, relative=True):
             return NoFault(
-                f"absolute or relative, the learning rate is 1 to {count} times that of one process."
+                f"the rate, absolute or relative, is 1 to {count} times that of one process."
             )
         return NotJudged(
             f"in {is_unexpected.sum()} steps the learning rate was neither that of one process at the same "
@@ -95,10 +95,7 @@ def fast_schedule(case: Case) -> Judgement:
 
 
 def _is_between(case: Case, steps: Array, speed: float, *, relative: bool) -> bool:
-    """Whether the rates of these steps are 1 to N times those of one process.
-
-    The absolute ones are in a warm-up to N times the rate, the relative ones in a schedule of such a rate.
-    """
+    """Whether the rates of these steps are 1 to N times those of one process, as in a warm-up to N times."""
     runs = case.solo, case.ordinary
     expected, rates = (np.array(_rates(run.ranks[0], relative=relative)) for run in runs)
     least = _interpolated(expected, np.arange(len(rates)) * speed)  # no comparison with NaN is true

@@ -49,9 +49,12 @@ def first_difference(differs: Mapping[P, Mapping[str, bool]]) -> tuple[P, list[s
 class WeightPoint(NamedTuple):
     """A point of the script at which a parameter is updated or used.
 
-    A use is a forward of training or, of a parameter that no forward shows, its next step. In a step, updates
-    and uses of a parameter may alternate; `phase` counts the alternations: even at an update, odd at a use.
-    A use, two updates and a use have the phases 1, 2, 2 and 3.
+    A use is a forward of training or, of a parameter that no forward shows, its next step. Updates and uses
+    of a parameter may alternate in a step: `phase` is even at an update, and odd at a use. The first updates
+    with one optimizer, and those of a step in which two optimizers update it, with a forward between them:
+
+        use (0, 1), update (1, 0), use (1, 1), update (2, 0), use (2, 1)
+        update (1, 0), use (1, 1), update (1, 2), use (1, 3)
     """
 
     step: int  # the number of an update, from 1; the completed steps before a use
@@ -119,9 +122,8 @@ def weights_of(log: RankLog) -> dict[WeightPoint, Digests]:
             params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}
         else:
             continue
+        params = {name: value for name, value in params.items() if name not in left_out}
         for name, value in params.items():
-            if name in left_out:
-                continue
             if is_use != (phases[step, name] % 2 == 1):
                 phases[step, name] += 1  # an update follows a use, or a use an update
             found[WeightPoint(step, phases[step, name])][name] = value

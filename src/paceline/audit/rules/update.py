@@ -61,9 +61,7 @@ def clip_before_unscale(case: Case) -> Judgement:
             effect=f"gradients are clipped at a norm {scale:g} times too small",
         )
     clips = sum(len(_clips(log)) for log in logs)
-    return NoFault(
-        f"{clips} calls of torch's clipping, each with gradients and a bound of one scale."
-    )
+    return NoFault(f"{clips} calls of torch's clipping, each to a bound of the gradients' scale.")
 
 
 def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
@@ -102,9 +100,8 @@ def clip_before_reduction(case: Case) -> Judgement:
         bounds = [clip.max_norm or 0.0 for _, clip in clips]
         steps = [update.optimizer_step for update, _ in clips]
         used = [step.grads for step in steps if step is not None]
-        if min(len(norms), len(used)) < len(clips) or _close(min(norms), max(norms)):
-            continue
-        if update in combined:
+        is_known = min(len(norms), len(used)) == len(clips) and update not in combined
+        if not is_known or _close(min(norms), max(norms)):
             continue
         if all(norm <= bound for norm, bound in zip(norms, bounds, strict=True)):
             continue  # nothing was clipped
@@ -122,9 +119,7 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(
-        f"in {min(map(len, clips_of_ranks))} clips, no rank was seen to clip the mean of its samples."
-    )
+    return NoFault(f"{min(map(len, clips_of_ranks))} clips, none seen of one rank's mean gradient.")
 
 
 def clip_of_shard(case: Case) -> Judgement:

@@ -79,9 +79,7 @@ def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
     mismatch = case.mismatch
     if not _shows_weights(case.ranks[0]):
-        return NotJudged(
-            "no torch.nn.Module was trained on several batches, which shows its weights."
-        )
+        return NotJudged("no model was trained on several batches, which shows its weights.")
     if mismatch is None or not mismatch.outside or mismatch.loads:
         return NoFault("between optimizer steps, all ranks made the same changes or none.")
     name, last, done = mismatch.names[0], mismatch.last_seen, mismatch.step - 1
@@ -135,8 +133,7 @@ def drifting_weights(case: Case) -> Judgement:
     if not _shows_weights(log):
         updated = [weights_of(log) for log in case.ranks]
         return NotJudged(
-            "no torch.nn.Module was trained on several batches, so the weights were seen after optimizer "
-            "steps only.",
+            "no model was trained on several batches, so the weights were seen after optimizer steps only.",
             is_open=any(params != updated[0] for params in updated),
         )
     if mismatch is None or mismatch.outside:
