@@ -126,6 +126,8 @@ def _wrong(job: Any, kind: str) -> None:
     module = _model()
     if kind == "16 bits":
         module, options = module.bfloat16(), {"compress": "fp16"}
+    if kind == "sparse":
+        module, options = nn.Embedding(4, 2, sparse=True), {"compress": "bf16"}
     if kind == "rank":
         options = {"compress": paceline.PowerSGD(rank=0)}
     if kind == "start":
@@ -146,7 +148,8 @@ def _wrong(job: Any, kind: str) -> None:
 WRONG = {
     "name": "unknown compression: 'int8'",
     "static graph": "cannot be combined with static_graph",
-    "find unused": "cannot be combined with static_graph, find_unused",
+    "find unused": "cannot be combined with static_graph or find_unused",
+    "sparse": "compression cannot be combined with sparse gradients",
     "differs": "ranks wrap different models",
     "16 bits": "has no effect: all gradients have 16 bits",
     "rank": "rank must be an integer of at least 1",

@@ -19,13 +19,15 @@ from paceline.launch.node_facts import (
     order,
 )
 
-FIRST = NodeFacts(host="a", address="10.0.0.1", rank=None, nodes="2", script="train.py", digest="1")
+FIRST = NodeFacts(
+    host="a", address="10.0.0.1", number=None, nodes="2", script="train.py", digest="1"
+)
 
 
 def test_a_script_that_is_a_pipe_or_a_folder_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
     for script in (tmp_path, tmp_path / "pipe"):
-        found = facts_of_this_node(rank=0, nodes="2", script=str(script), is_file=True)
+        found = facts_of_this_node(number=0, nodes="2", script=str(script), is_file=True)
         assert (found.script, found.digest) == (script.name, "")
 
 
@@ -51,7 +53,7 @@ def test_nodes_that_differ(change: dict[str, Any], said: str) -> None:
 
 def test_the_first_node_is_what_the_others_are_compared_with() -> None:
     store = HashStore()
-    second = dataclasses.replace(FIRST, host="b", rank=1)
+    second = dataclasses.replace(FIRST, host="b", number=1)
     assert NodeTable(store).publish("n0", FIRST) == FIRST
     table = NodeTable(store)
     assert table.publish("n1", second) == FIRST
@@ -84,14 +86,14 @@ def test_nodes_are_in_the_order_of_their_numbers_then_of_their_addresses() -> No
 def test_numbers_of_the_user_count_first() -> None:
     nodes = [Node("10.0.0.1"), Node("10.0.0.2")]
     facts = {
-        node: dataclasses.replace(FIRST, rank=rank)
-        for node, rank in zip(nodes, (1, 0), strict=True)
+        node: dataclasses.replace(FIRST, number=number)
+        for node, number in zip(nodes, (1, 0), strict=True)
     }
     assert order(nodes, facts) == nodes[::-1]
 
 
 def test_missing_nodes_are_numbered_where_the_user_did() -> None:
-    here = {n: dataclasses.replace(FIRST, rank=n) for n in (0, 3)}
+    here = {n: dataclasses.replace(FIRST, number=n) for n in (0, 3)}
     assert describe(here, 2, 4, 4) == (
         "2 of 4 nodes are here (node 0: a 10.0.0.1, node 3: a 10.0.0.1)",
         "missing: nodes 1, 2",

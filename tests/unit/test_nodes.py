@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import socket
 import time
@@ -55,6 +56,23 @@ def test_clocks_an_hour_apart_are_noticed_and_no_node_is_dead_for_it(
     assert here.dead == {"b"}
 
 
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_a_node_without_heartbeats_is_dead_after_as_many_intervals_as_the_user_wants(
+    monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    settings = dataclasses.replace(SETTINGS, keep_alive_max_attempt=attempts)
+    backend = C10dRendezvousBackend(HashStore(), "job")
+    here, there = StateHolder(backend, settings), StateHolder(backend, settings)
+    for _ in range(2):
+        _beat(there, "b", 0)
+        here.sync_now()
+    now = time.monotonic()
+    for number in range(1, attempts + 2):  # a look is a little later than a heartbeat
+        monkeypatch.setattr(time, "monotonic", lambda number=number: now + 1.05 * number)
+        here.sync_now()
+    assert here.dead == {"b"}
+
+
 def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(random, "uniform", lambda *bounds: drawn.append(bounds) or 0.0)
@@ -62,7 +80,7 @@ def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.Monke
         port = probe.getsockname()[1]
     options = NodeOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
-        facts=NodeFacts(host="h", rank=0, nodes="1", script="", digest=""),
+        facts=NodeFacts(host="h", number=0, nodes="1", script="", digest=""),
         ports=None,
         say=lambda text: None,
     )

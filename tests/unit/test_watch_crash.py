@@ -70,6 +70,7 @@ def raised(error: Exception, module: str = "__main__", cause: Exception | None =
 
 
 C10D = "torch.distributed.distributed_c10d"
+RPC = "torch.distributed.rpc.api"
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4"
 )
@@ -88,7 +89,17 @@ GLOO = (
         (lambda: raised(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}"), C10D), True),
         (lambda: raised(RuntimeError("ProcessGroupGloo::broadcast: invalid root: 5"), C10D), False),
         (lambda: raised(RuntimeError("Split sizes doesn't match total dim 0 size"), C10D), False),
-        (lambda: raised(RuntimeError("RPC ran for more than"), "torch.distributed.rpc.api"), True),
+        (lambda: raised(RuntimeError("RPCErr:1:RPC ran for more than set timeout"), RPC), True),
+        (
+            lambda: raised(RuntimeError("eof (this error originated at tensorpipe/x.cc:9)"), RPC),
+            True,
+        ),
+        (
+            lambda: raised(
+                RuntimeError("On WorkerInfo(id=1, name=w1):\nRuntimeError: shapes"), RPC
+            ),
+            False,
+        ),
         (lambda: raised(RuntimeError(GLOO), "torch.nn.parallel.distributed"), True),
         (lambda: raised(RuntimeError("is not needed"), "torch.nn.parallel.distributed"), False),
         (lambda: raised(RuntimeError("found 2 ranks!"), "torch.distributed.device_mesh"), False),

@@ -299,7 +299,7 @@ class Agent(LocalElasticAgent):
         if done and local.preempted and self._node_waits():
             local.clean_up()
             return RunResult(state=WorkerState.HEALTHY)  # torch's loop sees the node, and restarts
-        if done and self._all_nodes_done():
+        if done and self._may_end_round():
             self.preempted = local.preempted
             if self._exchange is not None:
                 # Ranks of other nodes may fail because these have ended.
@@ -321,10 +321,12 @@ class Agent(LocalElasticAgent):
                 return self._lose_round("this node did not respond, and the others continued")
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _all_nodes_done(self) -> bool:
-        """Whether the ranks of all nodes have ended; those of this node have ended well.
+    def _may_end_round(self) -> bool:
+        """Whether this node, whose ranks have ended well, need not wait for other nodes any more.
 
-        Ranks of other nodes may wait for ranks of this node. Their launchers then need its outcomes.
+        Their ranks have ended too, or are not awaited: after a preemption, a lost store, or 300 s. Tells the
+        other nodes that the ranks of this one have ended. Ranks of other nodes may wait for ranks of this
+        node; their launchers then need its outcomes.
         """
         try:
             if (
@@ -334,9 +336,8 @@ class Agent(LocalElasticAgent):
             ):
                 return True
         except RuntimeError:
-            return (
-                self._node_rendezvous is None
-            )  # otherwise torch's loop notices that the rendezvous is lost
+            # With our own rendezvous, torch's loop notices that it is lost.
+            return self._node_rendezvous is None
         # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
         now = time.time()
         ended_at = max((rank.ended_at for rank in self._local_ranks.ranks), default=now)
@@ -426,14 +427,13 @@ class Agent(LocalElasticAgent):
     def _job_info(
         self, ranks: Sequence[Rank], *, silent_nodes: int = 0, repeated: bool = False
     ) -> JobInfo:
-        memory_before, self._memory = self._memory, read_memory()
         return JobInfo(
             world_size=self.get_worker_group().workers[0].world_size,
             restarts=self._restarts,
             max_restarts=self._max_restarts,
             silent_nodes=silent_nodes,
             repeated=repeated,
-            memory=(memory_before, self._memory),
+            memory=(self._memory, read_memory()),
             calls={rank.rank: last_call(rank.answers.get("state", {})) for rank in ranks},
         )
 

@@ -6,6 +6,7 @@ their stacks and collectives only if one of them makes no progress. straggler_wa
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
@@ -229,6 +230,8 @@ class HangWatch:
     @property
     def _children_after_s(self) -> float:
         """Child processes are sampled once their rank has made no progress for so many seconds."""
+        if self._after_s == 0:
+            return math.inf
         return max(1.0, self._patience_s - self._window_s - 2 * _INTERVAL_S)
 
     def _note_progress(self, now: float) -> None:

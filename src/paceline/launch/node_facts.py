@@ -53,14 +53,14 @@ class NodeFacts:
 
     Attributes:
         address: at which the other nodes reach it; empty until it is known.
-        rank: of the node, if the user numbered the nodes.
+        number: of the node, if the user numbered the nodes.
         script: name of the script's file, or of its module.
         digest: of the script's content; empty for a module.
     """
 
     host: str
     address: str = ""
-    rank: int | None
+    number: int | None
     nodes: str
     script: str
     digest: str
@@ -69,11 +69,11 @@ class NodeFacts:
     python: str = ".".join(platform.python_version_tuple()[:2])
 
     def __str__(self) -> str:
-        number = "" if self.rank is None else f"node {self.rank}: "
-        return f"{number}{self.host} {self.address}"
+        prefix = "" if self.number is None else f"node {self.number}: "
+        return f"{prefix}{self.host} {self.address}"
 
 
-def facts_of_this_node(*, rank: int | None, nodes: str, script: str, is_file: bool) -> NodeFacts:
+def facts_of_this_node(*, number: int | None, nodes: str, script: str, is_file: bool) -> NodeFacts:
     """The facts of this node."""
     digest = ""
     if is_file:
@@ -82,7 +82,7 @@ def facts_of_this_node(*, rank: int | None, nodes: str, script: str, is_file: bo
             digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
         script = Path(script).name
     return NodeFacts(
-        host=socket.gethostname(), rank=rank, nodes=nodes, script=script, digest=digest
+        host=socket.gethostname(), number=number, nodes=nodes, script=script, digest=digest
     )
 
 
@@ -135,7 +135,7 @@ def order(nodes: Sequence[Any], facts: Mapping[Any, NodeFacts]) -> list[Any]:
 
     def key(node: Any) -> tuple[Any, ...]:
         known = facts.get(node)
-        number = known.rank if known is not None and known.rank is not None else len(nodes)
+        number = known.number if known is not None and known.number is not None else len(nodes)
         try:
             address = ipaddress.ip_address(node.addr)
         except ValueError:
@@ -155,7 +155,7 @@ def describe(
     if at_least != wanted:
         count = f"{present} of at least {at_least} nodes"
     are = "is" if present == 1 else "are"
-    numbers = {facts.rank for facts in here.values()}
+    numbers = {facts.number for facts in here.values()}
     missing = [n for n in range(wanted) if n not in numbers]
     if None not in numbers and at_least == wanted and missing:
         which = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

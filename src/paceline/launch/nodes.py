@@ -70,6 +70,7 @@ _Action, _StateHolder, _OpExecutor, _remove_epilogue = _found
 _MANY_NODES = 64
 _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
+_CACHED_S = 1.5  # torch answers from its cache for 1 s, so the state is looked at this much later
 # Each poll of a node reads the state of all, and nodes that join at one time overwrite each other's state and
 # try again. So both are spread over a time that grows with the number of nodes.
 _POLL_S = 0.1
@@ -96,6 +97,9 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
+        self._usual_s = (
+            settings.keep_alive_interval.total_seconds() + _CACHED_S
+        )  # between two looks
         self._seen: dict[Any, tuple[Any, float]] = {}
         self._looked_at = 0.0
 
@@ -113,7 +117,7 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         state = self.state
         beats = state.last_heartbeats
         # After a pause of this process no node is called dead: the others may have paused too.
-        paused = now - self._looked_at > self._window_s / 2
+        paused = now - self._looked_at > max(self._window_s / 2, self._usual_s)
         self._looked_at = now
         seen, self._seen = self._seen, {}
         for node, beat in beats.items():
@@ -297,8 +301,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
     def _refuse_equal_numbers(self) -> None:
         by_number: dict[int, list[NodeFacts]] = {}
         for facts in self._table.of(list(self._met)).values():
-            if facts.rank is not None:
-                by_number.setdefault(facts.rank, []).append(facts)
+            if facts.number is not None:
+                by_number.setdefault(facts.number, []).append(facts)
         for number, nodes in by_number.items():
             if len(nodes) > 1:
                 raise LaunchFailed(

@@ -260,7 +260,7 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
     return NodeOptions(
         endpoint=options.endpoint,
         facts=facts_of_this_node(
-            rank=options.node_rank,
+            number=options.node_rank,
             nodes=options.nnodes,
             script=args.training_script,
             is_file=options.is_python and not args.module,

@@ -99,8 +99,10 @@ class Control:
             with self._lock:
                 if self._is_ours():
                     self._socket.sendall(line)
-                elif self._probe is None or event["event"] in self.handlers:
-                    return False  # the probe's memory has room for events that end the rank, not for answers
+                elif self._probe is None or event["event"] in self._probe.REQUESTS:
+                    # An answer has the name of its request. The probe's memory has room for events that end
+                    # the rank, not for answers.
+                    return False
                 else:
                     self._probe.write_last_line(line)
         except OSError:
@@ -202,6 +204,11 @@ def _preload(modules: list[str]) -> None:
 
 
 def _exec(command: list[str]) -> NoReturn:
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores them, and a program inherits that
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

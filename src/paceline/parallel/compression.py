@@ -54,23 +54,30 @@ class PowerSGD:
                 )
 
 
-def refuse_compression(compress: Any, *, fixed_buckets: bool) -> None:
+def refuse_compression(compress: Any, *, fixed_buckets: bool, sparse: bool) -> None:
     """Refuse a value of `compress` that is unknown, or that needs buckets which never change.
 
     Raises:
-        ConfigError: it is neither None, "fp16", "bf16", "powersgd" nor a PowerSGD; or PowerSGD is combined
-            with an option that lets torch lay out its buckets later.
+        ConfigError: it is neither None, "fp16", "bf16", "powersgd" nor a PowerSGD; it is combined with sparse
+            gradients; or PowerSGD with an option that lets torch lay out its buckets later.
     """
-    if compress is None or (isinstance(compress, str) and compress in _DTYPES):
+    if compress is None:
         return
-    if compress != "powersgd" and not isinstance(compress, PowerSGD):
+    is_cast = isinstance(compress, str) and compress in _DTYPES
+    if not is_cast and compress != "powersgd" and not isinstance(compress, PowerSGD):
         raise ConfigError(
             f"unknown compression: {compress!r}.",
             fix='compress="fp16", "bf16", "powersgd" or paceline.PowerSGD(rank=4).',
         )
-    if not fixed_buckets:
+    if sparse:
         raise ConfigError(
-            "PowerSGD cannot be combined with static_graph, find_unused or sparse gradients.",
+            "compression cannot be combined with sparse gradients.",
+            why="torch neither casts nor compresses them.",
+            fix="leave compress out, or build the layers with sparse=False.",
+        )
+    if not is_cast and not fixed_buckets:
+        raise ConfigError(
+            "PowerSGD cannot be combined with static_graph or find_unused.",
             why="its state belongs to gradient buckets, which torch lays out again with these options.",
             fix='leave them out, or use compress="bf16".',
         )

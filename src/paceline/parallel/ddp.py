@@ -78,8 +78,9 @@ def ddp(
     Collective: all ranks, once for each model, in the same order.
     """
     _refuse_options(bucket_mb, static_graph, find_unused)
-    is_final = not (static_graph or find_unused or has_sparse_layer(module))
-    refuse_compression(compress, fixed_buckets=is_final)
+    is_sparse = has_sparse_layer(module)
+    is_final = not (static_graph or find_unused or is_sparse)
+    refuse_compression(compress, fixed_buckets=is_final, sparse=is_sparse)
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(

@@ -163,11 +163,11 @@ class ExactStrategy(ReplicaStrategy):
             batchnorm.record(index, each)
 
     def end_micro_batches(self) -> bool:
-        pairs = zip(self._buffers_before, self._read_other_buffers(), strict=True)
-        for (name, _, _), ((old, count), (new, new_count)) in zip(
-            self._other_buffers, pairs, strict=True
+        names = [name for name, _, _ in self._other_buffers]
+        for name, before, now in zip(
+            names, self._buffers_before, self._read_other_buffers(), strict=True
         ):
-            if count != new_count if old is new else not torch.equal(old, new):
+            if _has_changed(before, now):
                 raise ConfigError(
                     f"the forward changes the buffer {name!r}, in the order of this rank's samples.",
                     why="reproducible training can restore the order for BatchNorm's buffers only.",
@@ -423,6 +423,12 @@ class ExactSum:
                 gradient = self._gradient[offset : offset + p.numel()].view_as(p).to(p.dtype)
                 p.grad = gradient if seen != _INFINITE else torch.full_like(p, math.nan)
             offset += p.numel()
+
+
+def _has_changed(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether a buffer was changed in place, or replaced by another with other values."""
+    (old, count), (new, new_count) = before, now
+    return count != new_count if old is new else not torch.equal(old, new)
 
 
 def _exponent_of(value: float) -> int:

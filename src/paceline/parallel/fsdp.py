@@ -449,9 +449,9 @@ class FSDPStrategy(Strategy):
     def _refuse_partial(self) -> None:
         """Refuse parameters that the ranks of the axis tp hold whole, but whose gradients differ.
 
-        torch adds up, over the axis tp, only gradients that go back through a split layer. The gradient of a
-        parameter that is used between two split layers does not, so each rank has that of its own part. Such
-        gradients are compared in the first steps in which they are not 0.
+        torch adds up gradients over the axis tp at the input of a colwise layer only. Behind that input, up
+        to the rowwise layer, each rank has the gradient of its own part, and so has a whole parameter that is
+        used there. Such gradients are compared in the first steps in which they are not 0.
         """
         if self._job.mesh is None or self._job.mesh.tp == 1:
             return

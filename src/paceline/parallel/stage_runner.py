@@ -506,9 +506,10 @@ class _TimedStage(PipelineStage):
 
 
 def _whole_backward() -> Callable[[], None]:
-    """For zero-bubble schedules: a backward computes the gradients of weights at once.
+    """A `dw_builder` for zero-bubble schedules: the backward computes all gradients at once.
 
-    torch before 2.13 counts the gradient of a weight that a stage uses twice too often.
+    torch calls what it returns in place of a later backward of the weights, so nothing is left to do. Needed
+    before torch 2.13, which adds the gradient of a weight too often if a stage uses the weight twice.
     """
     return lambda: None
 

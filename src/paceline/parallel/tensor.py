@@ -173,9 +173,10 @@ def _known_plan(module: nn.Module) -> Plan:
             last = [name for name in outputs if name in linears]
             if not (first and len(last) == 1 and len(linears) == len(first) + 1):
                 continue
-            # Otherwise something between them, such as a GLU, halves the features: it needs all of them.
-            is_pair = linears[first[0]].out_features == linears[last[0]].in_features
-            if len(first) > 1 or is_pair:
+            # If the first has more outputs than the last has inputs, something between them, such as a GLU,
+            # combines features of different ranks. Such a pair is not split.
+            sizes_match = linears[first[0]].out_features == linears[last[0]].in_features
+            if len(first) > 1 or sizes_match:
                 plan |= {f"{prefix}{name}": COLWISE for name in first}
                 plan[f"{prefix}{last[0]}"] = ROWWISE
     if not plan:

@@ -19,10 +19,12 @@ from traceback import walk_tb
 from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
-# A RuntimeError of RPC means that a peer was lost. Any other one does only if it names the line of Gloo's
-# source that raised it: first, or anywhere if a function of torch.distributed raised it, which may put words
-# before it. The rest are errors of the script: split sizes that do not fit, a second backward of one graph.
+# A RuntimeError means that a peer was lost if it names the line of Gloo's source that raised it: first, or
+# anywhere if a function of torch.distributed raised it, which may put words before it. One of RPC does if RPC
+# itself or TensorPipe raised it. The rest are errors of the script: split sizes that do not fit, a second
+# backward of one graph, or what a function raised that was called by RPC.
 _RPC = "torch.distributed.rpc"
+_RPC_ERROR = re.compile(r"RPCErr:|.*this error originated at tensorpipe/")
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
@@ -97,7 +99,8 @@ def _lost_peer(error: BaseException | None) -> bool:
             module, message = _module(error), _message(error)
             is_collective = module.startswith(_COLLECTIVES)
             find = _GLOO_ERROR.search if is_collective else _GLOO_ERROR.match
-            if module.startswith(_RPC) or find(message):
+            is_of_rpc = module.startswith(_RPC) and _RPC_ERROR.match(message)
+            if is_of_rpc or find(message):
                 return True
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.
@@ -224,6 +227,7 @@ class FirstFailure:
 
 def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     """Find the first failure of a round; None if no rank failed."""
+    # Between hosts this order is only as good as their clocks; the message says so.
     in_time = sorted(outcomes, key=lambda each: each.time)
     failures = [each for each in in_time if each.failed]
     if not failures:
@@ -233,7 +237,7 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     lost: list[RankOutcome] = []  # the peers that the followers lost, if none of them failed
     if not causes:
         latest = first.time + _NOTICED_LATE_S
-        # The clocks of two hosts are not compared.
+        # A time of the first one's host, so it is not applied to ranks of other hosts.
         lost = [
             each
             for each in in_time

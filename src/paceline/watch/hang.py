@@ -52,18 +52,18 @@ def diagnose(states: Sequence[RankState], world_size: int, after_s: float) -> Di
     in_collective = [
         (state, state.open_call.since_s) for state in alive if state.open_call is not None
     ]
-    waiting = [state for state, since_s in in_collective if since_s >= after_s]
-    if waiting:
-        return _diagnose_collective(states, waiting, after_s)
+    long_waiting = [state for state, since_s in in_collective if since_s >= after_s]
+    if long_waiting:
+        return _diagnose_collective(states, long_waiting, after_s)
     if in_collective or any(state.idle_s < after_s for state in alive):
         return None
     return _diagnose_without_collective(states, world_size)
 
 
 def _diagnose_collective(
-    states: Sequence[RankState], waiting: Sequence[RankState], after_s: float
+    states: Sequence[RankState], long_waiting: Sequence[RankState], after_s: float
 ) -> Diagnosis | None:
-    call = _collective_to_report(states, waiting)
+    call = _collective_to_report(states, long_waiting)
     differing = _differing(states, call)
     if differing:
         return _render_differing(states, differing)
@@ -74,10 +74,10 @@ def _diagnose_collective(
     remote = sorted(set(members) - {state.rank for state in states})
     if _may_still_end(entered, absent, call, after_s):
         return None
-    waiters = [state for state in waiting if _is_same(state.open_call, call)]
-    lines = _waiter_lines(waiters)
+    in_this_call = [state for state in long_waiting if _is_same(state.open_call, call)]
+    lines = _waiter_lines(in_this_call)
     lines += _grouped(absent, lambda state: f"not entered it: {_activity(state)}", "has", "have")
-    others = [state for state in waiting if state not in waiters and state not in absent]
+    others = [state for state in long_waiting if state not in in_this_call and state not in absent]
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
@@ -92,7 +92,7 @@ def _diagnose_collective(
     elif absent:
         # Ranks that wait themselves may wait for one of the others.
         absent = [s for s in absent if s.open_call is None and not s.where.torch_call] or absent
-        why, fix = _why_and_fix(absent, waiters)
+        why, fix = _why_and_fix(absent, in_this_call)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
@@ -107,7 +107,7 @@ def _diagnose_collective(
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    return _diagnosis(alarm, absent or waiters, lines, why, fix, key)
+    return _diagnosis(alarm, absent or in_this_call, lines, why, fix, key)
 
 
 def _may_still_end(
@@ -125,7 +125,7 @@ def _may_still_end(
     return any(since_s < after_s for since_s in times_s)
 
 
-def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankState]) -> Call:
+def _collective_to_report(states: Sequence[RankState], long_waiting: Sequence[RankState]) -> Call:
     """Preferably one that a rank outside of any collective has not entered."""
 
     def priority(call: Call) -> tuple[int, float]:
@@ -137,7 +137,7 @@ def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankSta
         free = any(state.open_call is None for state in absent)
         return (0 if free else 1 if absent else 2, -call.since_s)
 
-    calls = [state.open_call for state in waiting if state.open_call is not None]
+    calls = [state.open_call for state in long_waiting if state.open_call is not None]
     return min(calls, key=priority)
 
 
@@ -221,44 +221,47 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
-    waiters = [state for state in alive if state.where.torch_call and not state.busy]
+    in_torch_call = [state for state in alive if state.where.torch_call and not state.busy]
     if not alive:
         return None
-    if world_size == 1 and not loading and not waiters and alive[0].state not in ("T", "D"):
+    if world_size == 1 and not loading and not in_torch_call and alive[0].state not in ("T", "D"):
         return None  # such as an interactive program that waits for input
-    if not waiters and any(state.busy or state.where.serves for state in alive):
+    if not in_torch_call and any(state.busy or state.where.serves for state in alive):
         return None  # a server without requests is idle, and so are those that wait for it
-    rest = [state for state in alive if state not in waiters]
+    rest = [state for state in alive if state not in in_torch_call]
     lines = _grouped(
-        waiters,
+        in_torch_call,
         lambda state: f"waited {state.idle_s:.0f} s in {_torch_call_text(state)}{_at(state)}",
         "has",
         "have",
     )
-    if rest and not waiters:
+    if rest and not in_torch_call:
         lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
     ended = [state for state in states if state.returncode is not None]
     activities = group_by_text([*rest, *ended], _activity)
     lines += [_with_ranks(members, text, ": ") for text, members in activities.items()]
     if rest:
-        why, fix = _why_and_fix(rest, waiters)
+        why, fix = _why_and_fix(rest, in_torch_call)
     elif ended:
-        why, fix = _why_and_fix(ended, waiters)
+        why, fix = _why_and_fix(ended, in_torch_call)
     elif world_size == 1:
         why = "the job has one rank, and it waits for processes that this launcher did not start."
         fix = (
             "start them too; or leave rank, world_size and init_method out of the call, and choose the "
             "number of ranks with --nproc-per-node."
         )
-    elif all(state.where.torch_call == waiters[0].where.torch_call for state in waiters):
-        why = f"all ranks are in {waiters[0].where.torch_call}, and none gets an answer."
+    elif world_size > len(states):
+        why = "all ranks of this node wait; a rank on another node may not have arrived."
+        fix = "look at the launchers of the other nodes. " + _CHECK_NETWORK.capitalize()
+    elif all(
+        state.where.torch_call == in_torch_call[0].where.torch_call for state in in_torch_call
+    ):
+        why = f"all ranks are in {in_torch_call[0].where.torch_call}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
-    if not rest and not ended and world_size > len(states):
-        why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
-    culprits = rest or ended or waiters
+    culprits = rest or ended or in_torch_call
     return _diagnosis(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
 
 

@@ -19,6 +19,7 @@ from paceline.machine import cgroup_folders, core_delay_s, read_text, stat_field
 from paceline.watch.probe import PROBE_NAME
 from paceline.watch.rank_state import LATE_BEAT_S, read_beat, read_dump, read_place, read_stack
 
+_SIGKILL_PENDING = 1 << (signal.SIGKILL - 1)  # in SigPnd
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
 _PROBE_FILE = f"/memfd:{PROBE_NAME}"
 
@@ -146,7 +147,7 @@ def is_ending(pid: int) -> bool:
                 continue
             status = read_text(Path(f"/proc/{pid}/task/{task}/status"))
             pending = status.partition("SigPnd:")[2].split()[:1]
-            if pending and not int(pending[0], 16) >> signal.SIGKILL - 1 & 1:
+            if pending and not int(pending[0], 16) & _SIGKILL_PENDING:
                 return False
     return True
 

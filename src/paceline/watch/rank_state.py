@@ -71,8 +71,11 @@ class Call:
     @property
     def tensor_size(self) -> str:
         """Type and number of elements of its tensor, such as `f32[12]`: backends do not look at the shape."""
-        shape = re.compile(r"\[([\d,]+)\]")
-        return shape.sub(lambda m: f"[{math.prod(map(int, m[1].split(',')))}]", self.tensor_text)
+
+        def size(shape: re.Match[str]) -> str:
+            return f"[{math.prod(int(number) for number in shape[1].split(',') if number)}]"
+
+        return re.sub(r"\[([\d,]*)\]", size, self.tensor_text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ _LIBRARIES = (
 )
 _PACKAGES = ("site-packages", "dist-packages")  # the second is Debian's, also in NVIDIA's images
 _CALL_CHARS = 60
+_BOOTSTRAPS = ("multiprocessing/process.py", "threading.py")
 
 
 def is_script(file: str) -> bool:
@@ -63,6 +64,12 @@ def _place(stack: Stack) -> str:
     return "{}:{} in {}".format(*frames[0]) if frames else ""
 
 
+def _is_bootstrap(frame: FrameType) -> bool:
+    """Whether it is the first frame of a child process. In a forked one, those below it are its parent's."""
+    code = frame.f_code
+    return code.co_name == "_bootstrap" and code.co_filename.endswith(_BOOTSTRAPS)
+
+
 def stack_of(frame: FrameType | None, *, to_bootstrap: bool = False) -> Stack:
     """File, line and function of each frame, innermost first.
 
@@ -70,7 +77,7 @@ def stack_of(frame: FrameType | None, *, to_bootstrap: bool = False) -> Stack:
         to_bootstrap: Leave out the frames below `_bootstrap`: in a forked child, they belong to its parent.
     """
     stack: Stack = []
-    while frame is not None and not (to_bootstrap and frame.f_code.co_name == "_bootstrap"):
+    while frame is not None and not (to_bootstrap and _is_bootstrap(frame)):
         stack.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return stack
@@ -79,7 +86,7 @@ def stack_of(frame: FrameType | None, *, to_bootstrap: bool = False) -> Stack:
 def hash_of(frame: FrameType | None) -> int:
     """Equal for equal stacks of this process."""
     parts = []
-    while frame is not None and frame.f_code.co_name != "_bootstrap":
+    while frame is not None and not _is_bootstrap(frame):
         parts.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return hash(tuple(parts))
