@@ -204,10 +204,8 @@ def _preload(modules: list[str]) -> None:
 
 
 def _exec(command: list[str]) -> NoReturn:
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):  # Python ignores them, and a program inherits that
+    # Python ignores these, and a program would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
