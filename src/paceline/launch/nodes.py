@@ -97,9 +97,8 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
-        self._usual_s = (
-            settings.keep_alive_interval.total_seconds() + _CACHED_S
-        )  # between two looks
+        # Between two looks at the state.
+        self._usual_s = settings.keep_alive_interval.total_seconds() + _CACHED_S
         self._seen: dict[Any, tuple[Any, float]] = {}
         self._looked_at = 0.0
 

@@ -332,9 +332,8 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
         print(report["traceback"], file=sys.stderr)
     send_state = control.handlers.get("state")
     if send_state is not None and report["module"].startswith("torch.distributed"):
-        send_state(
-            {"do": "state", "id": _probe.UNASKED}
-        )  # the collective that failed, and its tensors
+        # The collective that failed, and its tensors.
+        send_state({"do": "state", "id": _probe.UNASKED})
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
     # because a full pipe would block forever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

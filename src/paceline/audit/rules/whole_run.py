@@ -70,11 +70,9 @@ def uneven_use(case: Case) -> Judgement:
     if share <= _FEW:
         return NoFault(f"each sample was used {_as_text(uses, slack)}.")
     least, most = min(total[i] for i in solo), max(total.values())
-    log = case.ranks[0]
-    loaders = [log.loaders[name] for name in log.training_loaders]
     return FaultFound(
         what="the ranks together do not use all samples equally often.",
-        at=(loaders or log.training_forwards)[-1].at,
+        at=_place(case),
         why="some samples are skipped and others repeated. Often a position or a length that counts the "
         "samples of all ranks is used for those of one rank, as in a resume, or a stream is divided twice.",
         fix="compute positions in the order of all samples first, then give each rank its part once.",
@@ -84,6 +82,13 @@ def uneven_use(case: Case) -> Judgement:
     )
 
 
+def _place(case: Case) -> str:
+    """The line of the last training loader; without one, of the last forward of training."""
+    log = case.ranks[0]
+    loaders = [log.loaders[name] for name in log.training_loaders]
+    return (loaders or log.training_forwards)[-1].at
+
+
 def _never_used(case: Case, solo: Counter[Any], total: Counter[Any]) -> Judgement:
     """The same for samples that one process draws at random: the ranks together never draw many of them."""
     often = [sample for sample, uses in solo.items() if uses >= _OFTEN]
@@ -91,11 +96,9 @@ def _never_used(case: Case, solo: Counter[Any], total: Counter[Any]) -> Judgemen
     is_known = len(often) >= _FEW_OFTEN and total.total() >= solo.total()
     if not is_known or len(never) <= _NEVER * len(often):
         return NotJudged("one process does not use each sample equally often either.")
-    log = case.ranks[0]
-    loaders = [log.loaders[name] for name in log.training_loaders]
     return FaultFound(
         what="the ranks together never use many samples that one process uses often.",
-        at=(loaders or log.training_forwards)[-1].at,
+        at=_place(case),
         why="each rank draws samples at random. Often it draws positions in its own part, and uses them as "
         "indices of the whole dataset.",
         fix="map what a rank draws to indices of the dataset, as in `indices[position]`.",
