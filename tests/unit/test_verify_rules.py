@@ -1230,8 +1230,10 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
     ("mode", "planned", "max_steps", "cpu_s_of_step", "steps"),
     [
         ("solo", 20, 0, 0.0, 20),  # with --steps 20
-        ("solo", 20, 200, 0.005, 200),  # fast: the limit
-        ("solo", 20, 200, 0.0625, 27),  # those that begin in 1 s after the first step, and 10 more
+        ("solo", 20, 200, 0.003, 200),  # fast: the limit
+        ("solo", 20, 200, 0.0625, 40),  # fast at step 10, slow at step 30
+        ("solo", 20, 200, 0.008, 160),
+        ("solo", 20, 60, 0.005, 60),
         ("solo", 20, 200, 1.0, 20),
         ("ordinary", 31, 0, 1.0, 31),  # as many as the solo run, however long it takes
     ],
@@ -1253,7 +1255,7 @@ def test_fast_scripts_are_watched_longer(
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "slow_from", "cut_at"), [(20, 99, 10), (200, 13, 15), (200, 999, 190)]
+    ("max_steps", "slow_from", "cut_at"), [(20, 99, 10), (200, 13, 30), (200, 999, 190)]
 )
 def test_a_pass_is_cut_when_the_last_steps_begin(
     max_steps: int, slow_from: int, cut_at: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

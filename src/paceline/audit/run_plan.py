@@ -32,7 +32,7 @@ class RunPlan:
             many as it took.
         solo: The folder of the run whose batches or weights a later run gets.
         bitwise: Whether paceline's reproducible mode is turned on.
-        max_steps: The solo run goes on up to so many steps as long as they are fast.
+        max_steps: The solo run doubles its steps up to so many as long as they are fast.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
     """
 
