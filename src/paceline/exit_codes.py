@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    NOT_JUDGED = 3  # `paceline verify`: the script itself failed
+    NOT_JUDGED = 3  # `paceline verify`: the script failed or cannot be judged
     DATA = 65  # EX_DATAERR
     UNAVAILABLE = 69  # EX_UNAVAILABLE: the rendezvous was lost
     DESYNC = 70  # EX_SOFTWARE

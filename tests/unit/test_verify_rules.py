@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,14 @@ from torch.utils.data import DataLoader
 from paceline import torch_private
 from paceline.audit import audit, evidence, record_data, record_loop, replay
 from paceline.audit.audit import judge
-from paceline.audit.digests import digest, exact_parts, numbers_drawn, states_inside
+from paceline.audit.digests import (
+    digest,
+    exact_parts,
+    numbers_drawn,
+    seed_all,
+    states_inside,
+    twister_states,
+)
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
@@ -152,20 +160,24 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "found"),
+    ("solo_loss", "losses", "found"),
     [
-        ([0.7, 0.7], NoFault),
-        ([0.7, 0.7004], NoFault),
-        ([0.7, 0.72], FaultFound),
-        ([2e-9, -3e-9], NoFault),  # rounding of a difference that is 0
-        ([float("nan"), float("nan")], NotJudged),
-        ([None, None], NotJudged),
+        (0.7, [0.7, 0.7], NoFault),
+        (0.7, [0.7, 0.7004], NoFault),
+        (0.71, [0.7, 0.72], FaultFound),
+        (0.7, [0.7, 0.72], NotJudged),  # rank 0 seeds a generator as one process does
+        (0.0, [2e-9, -3e-9], NoFault),  # rounding of a difference that is 0
+        (0.7, [float("nan"), float("nan")], NotJudged),
+        (None, [None, None], NotJudged),
     ],
 )
-def test_ranks_compute_one_loss_from_one_batch(losses: list[Any], found: type) -> None:
+def test_ranks_compute_one_loss_from_one_batch(
+    solo_loss: Any, losses: list[Any], found: type
+) -> None:
     first = replace(forward("cpu", [0]), params={}, rows=[1])
     ranks = [[first, BackwardBegun(at="t.py:3", loss=loss)] for loss in losses]
-    mirrored = Case(run("solo", ranks[0]), run("ordinary", *ranks), run("mirrored", *ranks))
+    solo = run("solo", [first, BackwardBegun(at="t.py:3", loss=solo_loss)])
+    mirrored = Case(solo, run("ordinary", *ranks), run("mirrored", *ranks))
     assert isinstance(loss_of_rank(mirrored), found)
     for change in ("rows", "inputs"):  # such as negative samples that each rank draws
         others = [
@@ -1093,11 +1105,20 @@ def test_digests_tell_values_shapes_and_types_apart() -> None:
 @pytest.mark.parametrize("already_used", [0, 600])
 @pytest.mark.parametrize("count", [0, 1, 16, 300])
 def test_the_numbers_that_a_generator_gave_are_counted(already_used: int, count: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    torch.rand(already_used, generator=generator)
-    before = generator.get_state()
-    torch.rand(count, generator=generator)
-    assert numbers_drawn(before, generator.get_state()) == count
+    with torch.random.fork_rng():
+        seed_all(0)
+        torch.rand(already_used)
+        for _ in range(already_used):
+            random.getrandbits(32)
+            np.random.bytes(4)
+        before = twister_states()
+        torch.rand(count)
+        for _ in range(count):
+            random.getrandbits(32)
+            np.random.bytes(4)
+        after = twister_states()
+    drawn = [numbers_drawn(state, after[name]) for name, state in before.items()]
+    assert drawn == [count] * 3
 
 
 def test_generators_are_found_in_containers_and_modules() -> None:

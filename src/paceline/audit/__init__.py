@@ -8,6 +8,6 @@ This room starts no process and prints nothing. Two sides use it, with files of 
 - In the command, `evidence` reads the events of a run. `refusals` names the cause if a run cannot be judged.
   `audit` plans the runs of a script that does not use paceline, and lets the `rules` judge them.
 
-`run_plan` is what the command tells a rank. Both sides use `evidence` and `evaluations`: a rank must also
-know which loaders the script trains on, and it reads the log of the run of one process.
+`run_plan` is what the command tells a rank. Both sides use `evidence`, `evaluations` and `digests`: a rank
+must also know which loaders the script trains on, and it reads the log of the run of one process.
 """

@@ -58,7 +58,8 @@ def audit(
         strict: Whether notes are faults.
 
     Raises:
-        Refused: a run of the script failed, and no rule found a fault.
+        Refused: the ordinary run cannot be judged, and no rule found a fault; or a rank called `sys.exit`
+            during its training.
     """
     end = solo.ranks[0].first(RankEnded)
     wanted = None if end is None else end.wanted

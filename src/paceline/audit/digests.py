@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -108,17 +108,41 @@ def random_states(holder: Any = None) -> dict[str, int]:
     return states
 
 
-def numbers_drawn(before: torch.Tensor, after: torch.Tensor) -> int:
-    """How many 32-bit numbers, at least, torch's CPU generator gave between two of its states.
+class TwisterState(NamedTuple):
+    """The state of a Mersenne Twister: 624 words, and how many of them are used.
 
-    A state holds the 624 words of a Mersenne Twister, and at bytes 16 to 24 how many of them are used
-    (`CPUGeneratorImplStateLegacy` in ATen). When all are used, new ones replace them.
+    When all are used, new ones replace them.
     """
-    words = slice(24, 24 + 8 * _MT_WORDS)
-    used = [int(state[16:24].view(torch.int64)) for state in (before, after)]
-    renewed = not torch.equal(before[words], after[words])
-    # After a seed none of the words are used, and the first number renews them.
-    return used[1] - used[0] + (_MT_WORDS if renewed and used[0] else 0)
+
+    words: Any
+    used: int
+
+
+def torch_state() -> TwisterState:
+    """The state of torch's CPU generator, whose layout is `CPUGeneratorImplStateLegacy` in ATen.
+
+    `used` is 0 after a seed.
+    """
+    state = torch.get_rng_state()
+    words = state[24 : 24 + 8 * _MT_WORDS].numpy().tobytes()
+    return TwisterState(words, int(state[16:24].view(torch.int64)))
+
+
+def twister_states() -> dict[str, TwisterState]:
+    """The states of the global generators of torch, Python and NumPy, by the names of `random_states`."""
+    own = random.getstate()[1]
+    of_numpy: Any = numpy.random.get_state()
+    states = {"torch": torch_state(), "random": TwisterState(own[:-1], own[-1])}
+    if isinstance(of_numpy, tuple):  # else the script has replaced its bit generator
+        states["numpy"] = TwisterState(of_numpy[1].tobytes(), of_numpy[2])
+    return states
+
+
+def numbers_drawn(before: TwisterState, after: TwisterState) -> int:
+    """How many 32-bit numbers, at least, a generator gave between two of its states."""
+    # The first number after a seed of torch renews the words, although none of them are used.
+    renewed = before.words != after.words and before.used
+    return after.used - before.used + (_MT_WORDS if renewed else 0)
 
 
 def states_inside(holder: Any, name: str, depth: int = 0) -> dict[str, int]:

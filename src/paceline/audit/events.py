@@ -169,7 +169,7 @@ class CollectiveEnded(Event):
 class LoaderSeen(Event):
     """The first use of a DataLoader."""
 
-    loader: str  # its name, equal in all runs: the line of the first pass over it
+    loader: str  # its name, equal in all runs: the line that used it first
     built: str = ""  # a second name, from the line that built it; for `len(loader)`
     sampler: str = ""  # the name of its type
     sampler_id: int = 0  # equal for loaders of one sampler
@@ -241,6 +241,8 @@ class SamplesLoaded(Event):
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     drew: Digests = field(default_factory=dict)  # the same after it, of those that changed
+    # How many numbers, at least, were drawn from the global generators.
+    draws: dict[str, int] = field(default_factory=dict)
 
 
 # The loop
@@ -268,10 +270,9 @@ class ForwardEnded(EventInStep):
     sync: bool | None = None  # whether DDP reduces the gradients of this forward; None without DDP
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
-    # The digest of each of its rows; None without a tensor, or if other modules computed it.
+    # The digest of each of its rows, at most 4096; None without a tensor, or if other modules computed it.
     rows: list[int] | None = None
-    # The digest of all tensors in it, in the first forward of training and if `shared`.
-    inputs: int | None = None
+    inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
     # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
     # The same of generators in the model and the script's variables, in training before the third step.

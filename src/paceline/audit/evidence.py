@@ -372,8 +372,8 @@ class Run:
 
     plan: RunPlan
     ranks: list[RankLog]
-    returncode: int  # the exit code of the launcher
-    output: str = ""  # the end of what the script and the launcher printed
+    returncode: int  # the exit code of the rank that failed first, else 0
+    output: str = ""  # the end of what the ranks printed
     hung: bool = False  # whether it was stopped because no rank made progress
     out_of_time: bool = False  # whether it was stopped because it ran longer than `--timeout`
 

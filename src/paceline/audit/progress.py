@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-
+from paceline.audit.digests import TwisterState, torch_state
 from paceline.audit.evaluations import first_evaluation
 from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
@@ -62,7 +61,7 @@ class Progress:
         self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluation: int | None = None
         self._last_evaluation = 0
-        self.random_at_batch: torch.Tensor | None = None
+        self.random_at_batch: TwisterState | None = None
         self.uses_paceline = False
         self._loaders = TrainingLoaders()
         self.loaders_of_step: set[str] = set()
@@ -115,7 +114,7 @@ class Progress:
         """Note that a loader has given a batch to the script."""
         self._loaders.on_batch(loader)
         self.loaders_of_step.add(loader)
-        self.random_at_batch = torch.get_rng_state()
+        self.random_at_batch = torch_state()
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""

@@ -21,7 +21,9 @@ from paceline.audit.digests import (
     exact_parts,
     magnitude,
     number_of_samples,
+    numbers_drawn,
     random_states,
+    twister_states,
 )
 from paceline.audit.events import (
     BatchGiven,
@@ -223,7 +225,7 @@ class DataHooks:
             return collate(data)
 
         fetcher.collate_fn = collate_and_keep
-        before = random_states(fetcher.dataset)
+        before, twisters = random_states(fetcher.dataset), twister_states()
         try:
             return fetch(fetcher, index)
         finally:
@@ -243,6 +245,7 @@ class DataHooks:
                     magnitudes=[magnitude(sample) for sample in samples],
                     random=before,
                     drew={k: v for k, v in after.items() if v != before.get(k)},
+                    draws={k: numbers_drawn(v, twister_states()[k]) for k, v in twisters.items()},
                 )
             )
 

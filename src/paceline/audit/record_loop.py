@@ -36,6 +36,7 @@ from paceline.audit.digests import (
     random_states,
     reals_of,
     states_inside,
+    torch_state,
 )
 from paceline.audit.events import (
     BackwardBegun,
@@ -71,9 +72,9 @@ from paceline.audit.weight_tracer import WeightTracer
 from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
 
-# Set before each forward of the solo run and of its replay, so that their dropout is the same.
+# Set before each forward of all but the ordinary run, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
-_MAX_ROWS = 512
+_MAX_ROWS = 4096
 
 
 def install(progress: Progress, models: Models) -> None:
@@ -170,7 +171,7 @@ class LoopHooks:
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
             replay.begin_evaluation(self._progress, self._models)
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
-        draws = None if drawn_from is None else numbers_drawn(drawn_from, torch.get_rng_state())
+        draws = None if drawn_from is None else numbers_drawn(drawn_from, torch_state())
         if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
             manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains

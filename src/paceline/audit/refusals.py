@@ -30,7 +30,7 @@ _PART = 0.9
 
 
 class Refused(PacelineError):
-    """The script itself failed, so it was not judged. The end of its output is in `output`."""
+    """The script failed or cannot be watched, so it was not judged. `output` has the end of its output."""
 
 
 def refuse(run: Run) -> None:

@@ -64,7 +64,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
     """Run the script at every number of processes, and judge it. `announce` gets a line for each run.
 
     Raises:
-        Refused: the script itself failed.
+        Refused: the script failed, or cannot be judged.
         ConfigError: an option has no effect on this script.
     """
     preload()

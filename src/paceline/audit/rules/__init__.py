@@ -1,4 +1,4 @@
-"""The faults that the audit looks for. Each rule is pure: evidence in, a judgement out."""
+"""The faults that the audit looks for. Each rule only reads: evidence in, a judgement out."""
 
 from __future__ import annotations
 

@@ -32,60 +32,87 @@ _LARGE_CHANGE = 0.05
 _LEAST_SCORE = 0.05
 
 
+_UNKNOWN = NotJudged("it is unknown which samples were evaluated, or which of them count.")
+_NOT_TWICE = NoFault("no sample was evaluated twice, or it does not change the results.")
+
+
 def evaluated_twice(case: Case) -> Judgement:
     """Samplers pad shards of different lengths, and the padding is evaluated and counted."""
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
         return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
-    unclear = False
     compared = _compare(case)
+    judgements: list[Judgement] = []
     for (number, loader, _), of_ranks in ordinary.items():
         parts = [rows for rows in of_ranks if rows]
-        if all(Counter(rows) == Counter(parts[0]) for rows in parts):
-            continue  # every rank evaluates all samples, or one rank does
-        distinct, total = set[Any]().union(*parts), sum(map(len, parts))
-        if total == len(distinct):
-            continue
-        # The data may contain equal samples, as the solo run shows.
-        of_solo = [
-            own[0] for key, own in solo.items() if key[1] == loader and {*own[0]} == distinct
-        ]
-        if not of_solo or not loader:  # inputs that the loop itself makes may be anything
-            unclear = True
-            continue
-        surplus = total - len(of_solo[0])
-        if surplus <= 0:
-            continue
-        gathers = case.ranks[0].evaluations.get(number, Evaluation()).gathers_samples
-        results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
-        counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
-        if results and all(r.is_same for r in results) and not (gathers and counts_padding):
-            continue  # the script removes the surplus, or it does not matter
-        if gathers and not counts_padding:
-            return NotJudged(
-                f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
-                "predictions, and may remove the surplus.",
-                is_open=bool(results),
-            )
-        first = next(
-            e for log in case.ranks for e in log.of(ForwardEnded) if e.evaluation == number
+        of_loader = [own[0] for key, own in solo.items() if key[1] == loader]
+        judgements.append(
+            _judge_padding(case, number, parts, of_loader if loader else [], compared)
         )
-        return FaultFound(
-            what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
-            f"of {total - surplus}.",
-            at=first.at,
-            step=first.steps_done or None,
-            why="the sampler gives every rank the same number of samples, and repeats some to get there.",
-            fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
-            "surplus after gathering.",
-            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in parts)} samples, "
-            f"{len(distinct)} of them different",
-            effect=f"{100 * surplus / total:.2g}% of the evaluated samples count twice",
-            is_note=surplus <= _SMALL_SHARE * total,
+    faults = [each for each in judgements if isinstance(each, FaultFound)]
+    if faults:
+        return min(faults, key=lambda fault: fault.is_note)  # a fault rather than a note
+    unknown = [each for each in judgements if isinstance(each, NotJudged)]
+    if unknown:
+        return max(unknown, key=lambda each: each.is_open)
+    return _NOT_TWICE
+
+
+def _judge_padding(
+    case: Case,
+    number: int,
+    parts: list[list[Any]],
+    solo: list[list[Any]],
+    compared: list[_Comparison],
+) -> Judgement:
+    """Whether an evaluation of several ranks counts samples twice.
+
+    Args:
+        number: The number of the evaluation.
+        parts: The samples of the loader that each rank evaluated, without ranks that evaluated none.
+        solo: The samples of the loader in each evaluation of one process; empty if not known.
+        compared: Evaluations with the same weights.
+    """
+    distinct, total = set[Any]().union(*parts), sum(map(len, parts))
+    if all(Counter(rows) == Counter(parts[0]) for rows in parts) or total == len(distinct):
+        return _NOT_TWICE  # every rank evaluates all samples, or one rank does
+    # The data may contain equal samples, as the solo run shows. Inputs that the loop itself makes may be
+    # anything.
+    of_solo = [rows for rows in solo if {*rows} == distinct]
+    if not of_solo:
+        return _UNKNOWN
+    surplus = total - len(of_solo[0])
+    if surplus <= 0:
+        return _NOT_TWICE
+    of_ranks = [log.evaluations.get(number, Evaluation()) for log in case.ranks]
+    gathers = of_ranks[0].gathers_samples
+    if not any(each.gathers or each.reductions or each.numbers for each in of_ranks):
+        return _UNKNOWN  # the script may join files, and leave out the surplus
+    results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
+    counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
+    if results and all(r.is_same for r in results) and not (gathers and counts_padding):
+        return _NOT_TWICE  # the script removes the surplus, or it does not matter
+    if gathers and not counts_padding:
+        return NotJudged(
+            f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
+            "predictions, and may remove the surplus.",
+            is_open=bool(results),
         )
-    if unclear:
-        return NotJudged("the evaluated samples are unknown, or not those of one process.")
-    return NoFault("no sample was evaluated twice, or it does not change the results.")
+    forwards = (e for log in case.ranks for e in log.of(ForwardEnded))
+    first = next(e for e in forwards if e.evaluation == number)
+    return FaultFound(
+        what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
+        f"of {total - surplus}.",
+        at=first.at,
+        step=first.steps_done or None,
+        why="the sampler gives every rank the same number of samples, and repeats some to get there.",
+        fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
+        "surplus after gathering.",
+        evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in parts)} samples, "
+        f"{len(distinct)} of them different",
+        effect=f"{100 * surplus / total:.2g}% of the evaluated samples count twice",
+        is_note=surplus <= _SMALL_SHARE * total,
+    )
 
 
 def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:

@@ -388,6 +388,13 @@ def loss_of_rank(case: Case) -> Judgement:
         return NotJudged("the ranks began step 1 with different weights, inputs or random states.")
     if _are_close(losses, _SAME_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
+    own = case.solo.ranks[0].first_backward.loss
+    if own is not None and _are_close([own, losses[0]], _SAME_LOSS):
+        return NotJudged(
+            "rank 0 computed the loss of one process from its batch, and another rank did not. The script "
+            "may draw random numbers for the loss from a generator that it seeds by the rank.",
+            is_open=True,
+        )
     backward, least, most = run.ranks[0].first_backward, min(losses), max(losses)
     return FaultFound(
         what="the loss depends on the rank: from the same batch and weights, the ranks compute different "

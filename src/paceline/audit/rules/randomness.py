@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -32,10 +33,12 @@ def same_order_each_epoch(case: Case) -> Judgement:
     log = case.ranks[0]
     judged = one_pass = False
     for name in log.training_loaders:
-        if (fault := _other_epoch_on_a_rank(case, name)) is not None:
-            return fault
         loader = log.loaders[name]
         sampler = loader.sharding
+        # Without a sampler that divides one order, the ranks may shuffle parts of their own.
+        divides = sampler.get("num_replicas", 1) > 1
+        if divides and (fault := _other_epoch_on_a_rank(case, name)) is not None:
+            return fault
         has_epoch = "epoch" in sampler and sampler.get("shuffle", True)
         if sampler.get("shuffle") is False or not (has_epoch or loader.takes_epoch):
             continue
@@ -137,19 +140,20 @@ def same_augmentation(case: Case) -> Judgement:
                 continue
             if log.loaders[event.loader].iterable:
                 streams = True  # it may draw the order of samples that are the rank's own
-            else:
+            elif any(map(partial(_augments, event), event.drew)):
                 firsts.setdefault((log.rank, event.worker), event)
     if not firsts:
         if not all(log.fetches for log in case.ranks):
             return NotJudged("the loading of the samples was not recorded.")
         if streams:
             return NotJudged("a stream draws random numbers, which may decide its order only.")
-        return NoFault("loading a sample draws no random numbers from a shared generator.")
+        return NoFault("no shared generator gives a number for each sample that is loaded.")
     for (one, first), (other, second) in combinations(firsts.items(), 2):
         same = [
             generator
             for generator, after in first.drew.items()
-            if second.drew.get(generator) == after
+            if _augments(first, generator)
+            and second.drew.get(generator) == after
             and second.random.get(generator) == first.random.get(generator)
         ]
         if same and divides_batches(case):
@@ -170,6 +174,12 @@ def same_augmentation(case: Case) -> Judgement:
                 effect=f"2 of {len(firsts)} sources of samples draw the same numbers",
             )
     return NoFault(f"workers that drew from different random states: {len(firsts)}.")
+
+
+def _augments(event: SamplesLoaded, generator: str) -> bool:
+    """Whether a generator gave a number for each sample; fewer may be a choice for the batch."""
+    count = event.draws.get(generator)
+    return generator in event.drew and (count is None or count >= len(event.contents))
 
 
 def _worker(which: tuple[int, int | None]) -> str:
@@ -214,9 +224,10 @@ _NOISES: tuple[tuple[Callable[[ForwardEnded], Any], str, str, str], ...] = (
     *(
         (
             _masks(generator),
-            "draw the same dropout masks",
+            "draw the same random numbers in their forwards, such as dropout masks",
             f"the generator '{generator}' has the same state on both before the forward",
-            _SEED,
+            _SEED
+            + " What must be alike, such as layers to leave out, can come from Python's `random`.",
         )
         for generator in ("torch", "cuda")
     ),

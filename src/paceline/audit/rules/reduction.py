@@ -33,9 +33,11 @@ def no_sync_around_backward(case: Case) -> Judgement:
 def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
-    alone = log.of(NotReduced)
+    alone = [event for event in log.of(NotReduced) if not _has_equal_gradients(case, event.name)]
     if not alone:
-        return NoFault("no parameter is trained that a DDP of its model does not reduce.")
+        return NoFault(
+            "no parameter is trained that neither a DDP of its model nor the script reduces."
+        )
     first = alone[0]
     trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
     what = f"{first.name} was added to the model after DDP had wrapped it."
@@ -53,3 +55,9 @@ def added_parameter(case: Case) -> Judgement:
         evidence="the optimizer has the parameter, and DDP does not reduce it",
         effect=f"{len(alone)} of {len(trained)} trained parameters are not reduced",
     )
+
+
+def _has_equal_gradients(case: Case, name: str) -> bool:
+    """Whether the gradients of a parameter are those of all ranks in each step: the script reduces it."""
+    of_ranks = [[e.grads.get(name) for e in log.of(OptimizerStepBegun)] for log in case.ranks]
+    return any(of_ranks[0]) and all(own == of_ranks[0] for own in of_ranks)

@@ -68,20 +68,8 @@ def fast_schedule(case: Case) -> Judgement:
             "step nor at the same part of an epoch.",
             is_open=True,
         )
-    calls, solo_calls = _calls_per_step(log), _calls_per_step(solo)
-    why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
-    fix = "compute its length from the number of optimizer steps."
     part, how = (f"{count} times", "fast") if is_fast else (f"1/{count} of", "slowly")
-    if not is_fast:
-        why = "it counts the samples or tokens of one rank, and its length those of all ranks."
-        fix = f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them."
-    # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
-    elif calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS:
-        why = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process."
-        fix = "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
-        fix += f"does, multiply its length by {count}."
-    elif solo_steps_per_step > _MORE_CALLS:
-        why, fix = "its length is divided by the number of ranks twice.", "divide it once."
+    why, fix = _cause_of_fast(case, solo_steps_per_step) if is_fast else _cause_of_slow(count)
     return FaultFound(
         at=_place(log),
         step=1,
@@ -91,6 +79,32 @@ def fast_schedule(case: Case) -> Judgement:
         evidence=f"in {np.nansum(fit):.0f} steps the learning rate was that of one process at {part} the "
         "position in the epoch",
         effect=f"the learning rate changes {count} times too {how}",
+    )
+
+
+def _cause_of_fast(case: Case, solo_steps_per_step: float) -> tuple[str, str]:
+    """Why a schedule runs too fast, and the fix."""
+    calls, solo_calls = (_calls_per_step(run.ranks[0]) for run in (case.ordinary, case.solo))
+    # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
+    if calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS:
+        return (
+            f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process.",
+            "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
+            f"does, multiply its length by {case.world_size}.",
+        )
+    if solo_steps_per_step > _MORE_CALLS:
+        return "its length is divided by the number of ranks twice.", "divide it once."
+    return (
+        "its length is divided by the number of ranks, but each rank makes as many updates as one process.",
+        "compute its length from the number of optimizer steps.",
+    )
+
+
+def _cause_of_slow(world_size: int) -> tuple[str, str]:
+    """Why a schedule runs too slowly, and the fix."""
+    return (
+        "it counts the samples or tokens of one rank, and its length those of all ranks.",
+        f"count the samples of all ranks: multiply those of one rank by {world_size}, or all_reduce them.",
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.audit.events import BatchGiven, LoaderSeen, PassBegun, SeedSet
+from paceline.audit.events import BatchGiven, LoaderSeen, SeedSet
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -24,6 +25,9 @@ _MIN_FORWARDS = 3
 _close = partial(math.isclose, rel_tol=1e-3)
 # So many samples with other values are no accident.
 _MIN_CHANGED = 16
+_CUT_STREAM = (
+    "give each rank its part of the stream, such as islice(samples, rank, None, world_size)"
+)
 
 
 def whole_dataset(case: Case) -> Judgement:
@@ -70,8 +74,7 @@ def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
 def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     """Whether a loader gives shards, None if unknown; and whether the ranks share too many samples."""
     loaders = [log.loaders[name] for log in case.ranks]
-    loader, count = loaders[0], len(loaders)
-    samples = [_samples_read(log, name, count) for log in case.ranks]
+    samples = [_samples_read(log, name, case.world_size) for log in case.ranks]
     if not all(samples):
         why = "the workers are not forked, or torch lacks a private name."
         return None, NotJudged(f"the loading of the samples was not recorded: {why}")
@@ -80,86 +83,143 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     if any(map(_is_resampled, samples)) and any(each != samples[0] for each in samples):
         why = "samples are drawn with replacement, so the ranks share some by chance."
         return None, NotJudged(why)
-    if loader.iterable:
+    if loaders[0].iterable:
         samples = [_up_to_first_repeated(each) for each in samples]
     if _is_different_data(samples):
         return True, NoFault("each rank reads its own data")
+    overlap = _overlap(case, name, samples)
+    if not _gives_shards(case, name, samples):
+        return False, _judge_whole(loaders, overlap)
+    fault = _fault_of_shards(loaders, overlap) or _fault_of_later_pass(case, name)
+    if fault is not None and _repeats_samples(case, name):
+        why = (
+            "one process reads samples several times in a pass, so ranks may share some on purpose."
+        )
+        return True, NotJudged(why)
+    return True, fault or overlap.no_fault()
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """How many samples of the first pass the ranks have in common."""
+
+    world_size: int
+    common: int
+    seen: int  # by any rank
+    step: int  # the first that got a batch of the loader, from 1
+
+    @property
+    def is_large(self) -> bool:
+        """Whether more samples are common than the padding of samplers explains."""
+        return _is_large(self.common, self.seen, self.world_size)
+
+    def no_fault(self) -> NoFault:
+        return NoFault(f"{self.seen} samples of {self.world_size} ranks, {self.common} in common")
+
+    def fault(self, *, what: str, at: str, why: str, fix: str, effect: str = "") -> FaultFound:
+        return FaultFound(
+            what=what,
+            at=at,
+            why=why,
+            fix=fix,
+            step=self.step,
+            evidence=f"{self.common} of {self.seen} samples of the first pass were read by more than one "
+            "rank",
+            effect=effect
+            or f"{self.common / self.seen:.0%} of the samples are seen by more than one rank",
+        )
+
+
+def _is_large(common: int, seen: int, world_size: int) -> bool:
+    """Samplers pad the end of a pass with samples of its beginning, which are then read twice."""
+    return common > max(world_size * 2, _OVERLAP * seen)
+
+
+def _overlap(case: Case, name: str, samples: list[list[Any]]) -> _Overlap:
     seen = Counter(key for each in samples for key in set(each))
     common = sum(times > 1 for times in seen.values())
-    in_shards = all(_is_sharded(each, count) for each in loaders) or _reads_a_part(case, name)
-    if loader.iterable:  # of three ranks, each may share all its samples with one of the others
+    batches = (e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name)
+    return _Overlap(case.world_size, common, len(seen), next(batches, 1))
+
+
+def _repeats_samples(case: Case, name: str) -> bool:
+    """Whether one process reads a sample several times in its first pass, as with repeated augmentation."""
+    solo = case.solo.ranks[0]
+    samples = _samples_read(solo, name, 1) if name in solo.loaders else []
+    again = len(samples) - len(set(samples))
+    return _is_resampled(samples) and _is_large(again, len(set(samples)), case.world_size)
+
+
+def _gives_shards(case: Case, name: str, samples: list[list[Any]]) -> bool:
+    """Whether the loader is meant to give each rank a part of the dataset or stream."""
+    loaders = [log.loaders[name] for log in case.ranks]
+    if loaders[0].iterable:  # of three ranks, each may share all its samples with one of the others
         of_all = set[Any].intersection(*map(set, samples))
-        in_shards = len(of_all) < _WHOLE * min(len(set(each)) for each in samples)
-    splits_differ = len({each.split for each in loaders}) > 1
-    # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
-    shared = common > max(count * 2, _OVERLAP * len(seen))
-    fault = partial(
-        FaultFound,
-        at=loader.at,
-        step=next((e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name), 1),
-        evidence=f"{common} of {len(seen)} samples of the first pass were read by more than one rank",
-    )
-    effect = f"{common / len(seen):.0%} of the samples are seen by more than one rank"
-    cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)"
+        return len(of_all) < _WHOLE * min(len(set(each)) for each in samples)
+    return all(_is_sharded(each, case.world_size) for each in loaders) or _reads_a_part(case, name)
+
+
+def _fault_of_shards(loaders: list[LoaderSeen], overlap: _Overlap) -> FaultFound | None:
+    """The fault if the shards of the first pass were cut from different orders of the samples."""
     samplers = [each.sharding for each in loaders]
     seeds = [each.get("seed") for each in samplers]
     seeds_differ = len(set(seeds)) > 1
+    splits_differ = len({each.split for each in loaders}) > 1
     # Not within groups of ranks, each of which may have its own subset and seed.
-    is_cut = all(each.get("num_replicas") == count for each in samplers)
+    is_cut = all(each.get("num_replicas") == overlap.world_size for each in samplers)
     # Few steps may show few common samples, or none.
     other_orders = seeds_differ and all(each.get("shuffle") for each in samplers)
-    other_subsets = splits_differ and common > 0
-    if in_shards and (shared or (is_cut and (other_orders or other_subsets))):
-        cause, why = "", "each rank cuts its shard from a different order: "
-        fix = "give the sampler the same seed on every rank; only its rank must differ."
-        if loader.iterable:
-            why = "often each rank divides the stream after it has shuffled it with a seed of its own: "
-            fix = f"{cut}, before it is shuffled, or shuffle it alike on all ranks."
-        elif seeds_differ:
-            cause = f": their seeds are {', '.join(map(str, seeds))}"
-        elif splits_differ:
-            cause = ": each rank has split the dataset in a different way"
-            fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
-        why += "some samples are trained on twice, and others may never be."
-        what = f"the ranks' shards overlap{cause}."
-        return True, fault(what=what, why=why, fix=fix, effect=effect)
-    later = None if loader.iterable else _overlap_of_later_pass(case, name)
-    if in_shards and later is not None:
-        begin, shared_later, read_later = later
-        return True, fault(
-            what="the ranks' shards overlap in a later pass.",
-            step=begin.steps_done + 1,
-            why="the ranks chose the samples of this pass in different ways, such as by the losses of their "
-            "own samples: some samples are trained on twice, and others may never be.",
-            fix="choose them alike on all ranks: from values of all ranks (all_gather), with the same seed.",
-            evidence=f"{shared_later} of {read_later} samples of pass {begin.pass_number + 1} were read by "
-            "more than one rank, and no sample twice by one process",
-            effect=f"{shared_later / read_later:.0%} of the samples are seen by more than one rank",
-        )
+    other_subsets = splits_differ and overlap.common > 0
+    if not (overlap.is_large or (is_cut and (other_orders or other_subsets))):
+        return None
+    cause, why = "", "each rank cuts its shard from a different order: "
+    fix = "give the sampler the same seed on every rank; only its rank must differ."
+    if loaders[0].iterable:
+        why = "often each rank divides the stream after it has shuffled it with a seed of its own: "
+        fix = f"{_CUT_STREAM}, before it is shuffled, or shuffle it alike on all ranks."
+    elif seeds_differ:
+        cause = f": their seeds are {', '.join(map(str, seeds))}"
+    elif splits_differ:
+        cause = ": each rank has split the dataset in a different way"
+        fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
+    return overlap.fault(
+        what=f"the ranks' shards overlap{cause}.",
+        at=loaders[0].at,
+        why=f"{why}some samples are trained on twice, and others may never be.",
+        fix=fix,
+    )
+
+
+def _judge_whole(loaders: list[LoaderSeen], overlap: _Overlap) -> Judgement:
+    """Whether loaders that give no shards give all ranks the same samples."""
+    loader = loaders[0]
     # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
-    reads_all = not in_shards and all(map(_is_read_whole, loaders))
-    if not in_shards and (shared or (reads_all and common >= _MIN_COMMON)):
+    reads_all = all(map(_is_read_whole, loaders))
+    if overlap.is_large or (reads_all and overlap.common >= _MIN_COMMON):
         source = loader.dataset if loader.iterable else loader.sampler
         sampler = "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch."
-        return False, fault(
+        return overlap.fault(
             what=f"every rank trains on the whole dataset ({source}, no shards).",
-            why=f"{count} processes repeat the work of one.",
-            fix=f"{cut}." if loader.iterable else sampler,
-            effect=f"each rank iterates over all {loader.samples} samples" if reads_all else effect,
+            at=loader.at,
+            why=f"{overlap.world_size} processes repeat the work of one.",
+            fix=f"{_CUT_STREAM}." if loader.iterable else sampler,
+            effect=f"each rank iterates over all {loader.samples} samples" if reads_all else "",
         )
     if reads_all:
-        return False, NotJudged(
+        return NotJudged(
             f"each rank iterates over all {loader.samples} samples of its dataset; these steps do not show "
             "whether they are the same samples."
         )
-    return in_shards, NoFault(f"{len(seen)} samples of {count} ranks, {common} in common")
+    return overlap.no_fault()
 
 
-def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] | None:
-    """The first pass after the first one in which ranks share samples, with how many of how many.
+def _fault_of_later_pass(case: Case, name: str) -> FaultFound | None:
+    """The fault in the first pass after the first one in which ranks share samples.
 
     Only passes that all ranks read to their end, and in which one process reads no sample twice.
     """
+    if case.ranks[0].loaders[name].iterable:
+        return None
     for number in range(1, len(case.ranks[0].passes)):
         passes = [log.passes.get((name, number)) for log in (case.solo.ranks[0], *case.ranks)]
         epochs = {each.begin.epoch for each in passes[1:] if each}  # see `same_order_each_epoch`
@@ -168,10 +228,21 @@ def _overlap_of_later_pass(case: Case, name: str) -> tuple[PassBegun, int, int] 
         solo, *of_ranks = [each.ids for each in passes if each]
         seen = Counter(index for ids in of_ranks for index in ids)
         shared = sum(times > 1 for times in seen.values())
-        is_large = shared > max(case.world_size * 2, _OVERLAP * len(seen))
-        if solo and len(set(solo)) == len(solo) and is_large:
-            begin = next(each.begin for each in passes[1:] if each)
-            return begin, shared, len(seen)
+        read_once = len(set(solo)) == len(solo) > 0
+        if not read_once or not _is_large(shared, len(seen), case.world_size):
+            continue
+        begin = next(each.begin for each in passes[1:] if each)
+        return FaultFound(
+            what="the ranks' shards overlap in a later pass.",
+            at=case.ranks[0].loaders[name].at,
+            step=begin.steps_done + 1,
+            why="the ranks chose the samples of this pass in different ways, such as by the losses of their "
+            "own samples: some samples are trained on twice, and others may never be.",
+            fix="choose them alike on all ranks: from values of all ranks (all_gather), with the same seed.",
+            evidence=f"{shared} of {len(seen)} samples of pass {begin.pass_number + 1} were read by more "
+            "than one rank, and no sample twice by one process",
+            effect=f"{shared / len(seen):.0%} of the samples are seen by more than one rank",
+        )
     return None
 
 

@@ -150,43 +150,51 @@ def drifting_weights(case: Case) -> Judgement:
             "watch what follows, give more --steps.",
             is_open=True,
         )
-    name = mismatch.names[0]
+    at, why, fix = _cause_of_drift(case, mismatch)
+    return _fault(
+        mismatch,
+        what=f"the ranks' weights differ after step {mismatch.step}: {mismatch.names[0]}.",
+        at=at,
+        why=why,
+        fix=fix,
+    )
+
+
+def _cause_of_drift(case: Case, mismatch: Mismatch) -> tuple[str, str, str]:
+    """The line that makes the weights differ (a step, or a forward before it), the reason and the fix."""
+    name, log = mismatch.names[0], case.ranks[0]
     steps = [
         next((e for e in own if name in e.grads), own[0])
         for own in (log.optimizer_steps(mismatch.step) for log in case.ranks)
     ]
     at = steps[0].at
-    forwards = _forwards_with(case.ranks[0], name)
-    bypassing = [e for e in forwards if e.bypasses_ddp and e.steps_done < mismatch.step]
-    if len({step.grads.get(name) for step in steps}) > 1:
-        why = "it was not reduced"
-        fix = "wrap the model in DDP, or all_reduce each gradient before the step."
-        if "data" in case.ranks[0].layouts:
-            fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
-        elif not forwards:
-            why = "no DDP has this parameter"
-            fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
-            fix += "or all_reduce its gradient before each step."
-        elif bypassing:
-            at = bypassing[-1].at
-            why = "the model was called without its DDP wrapper, so DDP did not reduce it"
-            fix = "call the wrapped model, not `model.module` or a method of it."
-        elif any(event.sync is not None for event in forwards):
-            why = "DDP did not reduce it"
-            fix = "before each step, run a forward and a backward of the wrapped model outside of `no_sync`."
-        why = f"its gradient differs between ranks too: {why}."
-    elif len({tuple(step.lrs) for step in steps}) > 1:
-        why, fix = "the learning rates differ between ranks.", "use one learning rate on all ranks."
-    else:
+    if len({step.grads.get(name) for step in steps}) == 1:
+        if len({tuple(step.lrs) for step in steps}) > 1:
+            return (
+                at,
+                "the learning rates differ between ranks.",
+                "use one learning rate on all ranks.",
+            )
         why = "its gradient is equal on all ranks; the states of the optimizers are not."
-        fix = "build, load and step the optimizer in the same way on all ranks."
-    return _fault(
-        mismatch,
-        what=f"the ranks' weights differ after step {mismatch.step}: {name}.",
-        at=at,
-        why=why,
-        fix=fix,
-    )
+        return at, why, "build, load and step the optimizer in the same way on all ranks."
+    forwards = _forwards_with(log, name)
+    bypassing = [e for e in forwards if e.bypasses_ddp and e.steps_done < mismatch.step]
+    why = "it was not reduced"
+    fix = "wrap the model in DDP, or all_reduce each gradient before the step."
+    if "data" in log.layouts:
+        fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
+    elif not forwards:
+        why = "no DDP has this parameter"
+        fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
+        fix += "or all_reduce its gradient before each step."
+    elif bypassing:
+        at = bypassing[-1].at
+        why = "the model was called without its DDP wrapper, so DDP did not reduce it"
+        fix = "call the wrapped model, not `model.module` or a method of it."
+    elif any(event.sync is not None for event in forwards):
+        why = "DDP did not reduce it"
+        fix = "before each step, run a forward and a backward of the wrapped model outside of `no_sync`."
+    return at, f"its gradient differs between ranks too: {why}.", fix
 
 
 def _sends_first(log: RankLog) -> bool:
