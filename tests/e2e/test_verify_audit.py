@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("verify_server")
 
 TESTS = Path(__file__).parents[1]
 RULES = {
-    "01": "set_epoch forgotten",
+    "01": "set_epoch forgotten or different",
     "02": "no shards",
     "03": "shards overlap",
     "04": "evaluated twice",
@@ -23,11 +23,11 @@ RULES = {
     "06": "mean of means",
     "07": "no_sync on the last micro-batch",
     "08": "no_sync around backward only",
-    "09": "weights changed outside the optimizer",
+    "09": "weights differ without an optimizer step",
     "10": "parameter added after wrapping",
     "11": "same noise on ranks",
-    "12": "same augmentation in workers",
-    "13": "schedule N times too fast",
+    "12": "same random numbers for samples",
+    "13": "schedule at a wrong speed",
     "14": "clipping before unscaling",
     "15": "clipped or stepped on one rank",
     "16": "statistics drift apart",

@@ -141,7 +141,7 @@ if rank == 0:
             begin="if number == 6: opt = torch.optim.Adam(model.parameters(), lr=0.01)",
             end="if number == 8 and rank == 0: model.module.weight.data.clamp_(-0.1, 0.1)  # here",
         ),
-        ("weights changed outside the optimizer", 9, "equal on all ranks after step 8"),
+        ("weights differ without an optimizer step", 9, "equal on all ranks after step 8"),
     ),
     "loaders of different lengths": (
         HEAD

@@ -44,9 +44,9 @@ from paceline.audit.events import (
     TrainingBuilt,
     TrainingContinues,
     Unscaled,
+    full_name,
 )
 from paceline.audit.evidence import RankLog, Run, _without_pretraining
-from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
@@ -410,7 +410,7 @@ def _trains_a_baseline_first(rank: int, *, exchanges: bool) -> list[Event]:
     """Trains model 0 on a loader that all ranks read alike, then model 1 on the rank's own part of it."""
     events: list[Event] = []
     for number, loader in enumerate(("alike", "own")):
-        events += [DDPBuilt(ranks=2)] * (number != exchanges)
+        events += [DDPBuilt(group_size=2)] * (number != exchanges)
         events += [
             LoaderSeen(loader=loader, samples=12, root_samples=12, batches=6, batch_size=2),
             PassBegun(loader=loader),
@@ -493,13 +493,14 @@ def test_a_loss_of_what_each_rank_draws(draws: int, states: tuple[int, int], fou
         ]
         for loss, state in zip((0.7, 0.9), states, strict=True)
     ]
-    assert isinstance(loss_of_rank(case(*ranks, replay=True)), found)
+    solo = [ranks[0][0], BackwardBegun(at="t.py:3", loss=0.8)]
+    assert isinstance(loss_of_rank(case(*ranks, solo=solo, replay=True)), found)
 
 
 def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
     def rank(weight: int, *, measures: bool) -> list[Event]:
         use = ForwardEnded(evaluation=1, model=100, params={"w": weight})
-        wrapped = DDPBuilt(ranks=2)
+        wrapped = DDPBuilt(group_size=2)
         return [use, wrapped] if measures else [wrapped, use]
 
     for measures, found in ((True, NoFault), (False, FaultFound)):
@@ -518,7 +519,7 @@ def test_buffers_that_are_made_equal_before_one_rank_evaluates(
     """They differ after step 1, and are equal after step 2."""
 
     def rank(number: int) -> list[Event]:
-        events: list[Event] = [DDPBuilt(ranks=2)]
+        events: list[Event] = [DDPBuilt(group_size=2)]
         for step, buffer in enumerate([5, 5 + number, 6, 7]):
             if number == 0 and step in evaluates_after:
                 events.append(ForwardEnded(evaluation=1, steps_done=step, buffers={"m": buffer}))
@@ -732,7 +733,7 @@ def test_each_rank_trains_a_model_of_its_own_against_that_of_the_other() -> None
         ]
 
     assert not _faults(*players(exchanges=False))
-    assert "weights changed outside the optimizer" in _faults(*players(exchanges=True))
+    assert "weights differ without an optimizer step" in _faults(*players(exchanges=True))
 
 
 def test_a_model_that_only_one_rank_trains_beside_the_shared_one() -> None:
@@ -757,7 +758,7 @@ def _generator_beside_a_critic(
     own: list[int], *, changes: bool, rows: list[int] | None = None
 ) -> list[Event]:
     """A rank that trains a shared critic in each step, and a generator (model 1) after each fifth."""
-    events: list[Event] = [DDPBuilt(ranks=2)]  # of the critic
+    events: list[Event] = [DDPBuilt(group_size=2)]  # of the critic
     for done in range(16):
         if done % 5 == 0:
             weights = own[done // 5]
@@ -800,7 +801,7 @@ def test_a_model_that_is_not_used_in_each_step(
     judged = judge(case(*ranks))
     faults = [each.what for each in judged.values() if isinstance(each, FaultFound)]
     if changes:
-        outside = judged["weights changed outside the optimizer"]
+        outside = judged["weights differ without an optimizer step"]
         assert isinstance(outside, FaultFound)
         assert (outside.at, outside.step) == ("t.py:3", 11)
         assert outside.evidence.startswith(
@@ -826,13 +827,13 @@ def test_each_rank_trains_a_probe_beside_the_shared_model(rows: Any, found: type
         _generator_beside_a_critic(values, changes=False, rows=given)
         for values, given in zip(own, rows, strict=True)
     ]
-    judged = judge(case(*ranks))["weights changed outside the optimizer"]
+    judged = judge(case(*ranks))["weights differ without an optimizer step"]
     assert isinstance(judged, found)
 
 
 def _learns_a_temperature(own: list[int]) -> list[Event]:
     """A rank that trains a shared model, and a parameter that no forward shows."""
-    events: list[Event] = [DDPBuilt(ranks=2)]
+    events: list[Event] = [DDPBuilt(group_size=2)]
     for number, value in enumerate(own, 1):
         others = {"t": own[number - 2]} if number > 1 else {}
         grads = {"w": 5, "t": value}
@@ -857,14 +858,14 @@ def test_a_parameter_that_no_forward_shows(own: list[int], found: list[str]) -> 
 def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:
     barrier = CollectiveBegun(op="barrier", group=[0, 1, 2], at="t.py:9")
     trainer: list[Event] = [
-        DDPBuilt(ranks=2), ForwardEnded(trains=True, sync=True), BackwardBegun(at="t.py:3"), barrier,
+        DDPBuilt(group_size=2), ForwardEnded(trains=True, sync=True), BackwardBegun(at="t.py:3"), barrier,
     ]  # fmt: skip
     assert isinstance(unmatched_collective(case(trainer, trainer, [barrier])), NoFault)
 
 
 def test_a_network_that_measures_between_the_forward_of_ddp_and_its_backward() -> None:
     def rank(*own: Event, weights: int = 2, measures: bool = True) -> list[Event]:
-        events: list[Event] = [DDPBuilt(ranks=2)]
+        events: list[Event] = [DDPBuilt(group_size=2)]
         for event in _updates([1, weights, weights], [[*own, _step(n)] for n in (1, 2, 3)]):
             metric = measures and isinstance(event, ForwardEnded)
             events += [event, *[ForwardEnded(model=100)] * metric]

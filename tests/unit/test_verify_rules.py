@@ -379,7 +379,7 @@ def test_numbers_after_a_gather_are_those_of_one_process(
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
     def ranks(*digests: int) -> list[list[Event]]:
         uses = [ForwardEnded(evaluation=1, model=100, params={"w": each}) for each in digests]
-        return [[DDPBuilt(ranks=2), use] for use in uses]
+        return [[DDPBuilt(group_size=2), use] for use in uses]
 
     assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
     judged = different_untrained_models(case(*ranks(1, 2)))
@@ -396,7 +396,7 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
     ],
 )
 def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: type) -> None:
-    ranks: list[list[Event]] = [[DDPBuilt(ranks=2)] for _ in digests]
+    ranks: list[list[Event]] = [[DDPBuilt(group_size=2)] for _ in digests]
     for events, own in zip(ranks, digests, strict=True):
         for step, weight in enumerate(own):
             events.append(ForwardEnded(steps_done=step, model=100, params={"w": weight}))
@@ -423,7 +423,7 @@ def _step_on(terms: int, weight: float) -> list[Event]:
     backward = BackwardBegun(
         at="t.py:5", forwards=1, term_weight=weight, terms=terms, kind="NllLossBackward0"
     )
-    return [DDPBuilt(ranks=2), backward, OptimizerStepBegun()]
+    return [DDPBuilt(group_size=2), backward, OptimizerStepBegun()]
 
 
 @pytest.mark.parametrize(
@@ -880,7 +880,7 @@ def test_a_gather_for_the_loss_is_of_its_batch(events: list[Event], gathers: boo
 
 def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
     exchange = [call("all_to_all_single", 3), CollectiveEnded()]
-    ddp, backward = DDPBuilt(ranks=2), BackwardBegun(at="t.py:4")
+    ddp, backward = DDPBuilt(group_size=2), BackwardBegun(at="t.py:4")
     assert case(*[[ddp, *exchange, backward]] * 2).splits_model
     assert not case(*[[ddp, backward, *exchange]] * 2).splits_model
 
@@ -1038,7 +1038,7 @@ def test_a_training_before_the_first_ddp_is_left_out(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0)
     pass_, batch = PassBegun(loader="a"), BatchGiven(loader="a")
     before = [SeedSet(), pass_, batch, BackwardBegun(), OptimizerStepEnded(step=9)]
-    after = [DDPBuilt(ranks=2), batch, OptimizerStepEnded(step=1)]
+    after = [DDPBuilt(group_size=2), batch, OptimizerStepEnded(step=1)]
     for event in (*before, *after):
         recorder.write(event)
     log = evidence.read_logs(tmp_path, 1)[0]
@@ -1185,7 +1185,7 @@ def test_without_private_names_of_torch_loaders_still_work(
     events.append(BackwardBegun())
     run_ = Run(plan, [RankLog(rank, events, []) for rank in range(2)], 0)
     judged = judge(Case(run_, run_))
-    for rule in ("no shards", "shards overlap", "same augmentation in workers"):
+    for rule in ("no shards", "shards overlap", "same random numbers for samples"):
         assert isinstance(judged[rule], NotJudged), judged[rule]
 
 

@@ -126,9 +126,9 @@ class GroupInitialised(Event):
 
 
 class DDPBuilt(Event):
-    """A model was wrapped in DDP. `ranks`: the size of its process group."""
+    """A model was wrapped in DDP."""
 
-    ranks: int = 0
+    group_size: int = 0  # the number of ranks in its process group
 
 
 class TensorsSent(Event):
@@ -246,6 +246,12 @@ class SamplesLoaded(Event):
 
 
 # The loop
+
+
+def full_name(model: int, name: str) -> str:
+    """The name of a tensor: `1.weight` in the first model, `model 1: 1.weight` in the second."""
+    kind = "untrained model" if model < 0 else "model"
+    return f"{kind} {abs(model)}: {name}" if model else name
 
 
 class ModelSeen(Event):

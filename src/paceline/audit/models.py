@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.audit.digests import digest, reals_of
-from paceline.audit.events import ModelSeen, NotReduced
+from paceline.audit.events import ModelSeen, NotReduced, full_name
 from paceline.audit.record import Recorder, user_line
 from paceline.data.digest import plain
 from paceline.parallel.modules import unwrap
@@ -160,12 +160,6 @@ class Models:
             is_module = isinstance(added, torch.nn.Module)
             for parameter in added.parameters() if is_module else [added]:
                 self._added[id(parameter)] = user_line()
-
-
-def full_name(model: int, name: str) -> str:
-    """The name of a tensor: `1.weight` in the first model, `model 1: 1.weight` in the second."""
-    kind = "untrained model" if model < 0 else "model"
-    return f"{kind} {abs(model)}: {name}" if model else name
 
 
 def inner_of(root: torch.nn.Module) -> torch.nn.Module:

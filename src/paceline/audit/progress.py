@@ -1,4 +1,4 @@
-"""Counts the steps of the script, and ends it after the wanted number.
+"""What all hooks of a rank share: it counts the steps of the script, and ends it after the wanted number.
 
 After the last wanted step the training loaders end and stay empty, so that evaluation and saving are recorded
 too. The script is ended when it starts to train again. A script without loaders is ended after its next

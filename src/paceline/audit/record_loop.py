@@ -108,7 +108,7 @@ class LoopHooks:
         self._progress, self._models = progress, models
         self._recorder = progress.recorder
         self._tracer = WeightTracer(progress, models)
-        self._pause = ExitStack()
+        self._untraced = ExitStack()
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._root: torch.nn.Module | None = None
         self._inner: torch.nn.Module | None = None  # the model inside of it
@@ -121,7 +121,7 @@ class LoopHooks:
         self._model_updates = 0  # steps of optimizers that have parameters of called models
         # By parameter that no called model has: these steps at its latest one.
         self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        self._first_steps = 0  # the optimizers whose gradients of step 1 are saved
+        self._saved_optimizers = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._schedules: set[type] = set()  # the classes whose `step` is recorded
         self._in_schedule = Nesting()
@@ -130,7 +130,7 @@ class LoopHooks:
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
             self._root, self._inner = module, inner_of(module)
-            self._pause.enter_context(self._tracer.paused())
+            self._untraced.enter_context(self._tracer.paused())
             self._begin(module, inputs)
         if self._root is not None and module is self._inner:
             # Inside DDP's forward, after its broadcast of the buffers.
@@ -140,7 +140,7 @@ class LoopHooks:
         if module is not self._root:
             return
         self._root = None
-        self._pause.close()
+        self._untraced.close()
         if len(kwargs_output) < 2:
             return  # the forward raised: torch then leaves out the keyword arguments
         forward, kwargs = self._forward, kwargs_output[0]
@@ -216,8 +216,8 @@ class LoopHooks:
         if not self._models.ddp and self._progress.steps:
             self._progress.restart()
             self._models.restart()
-            self._forwards = self._first_steps = 0
-        self._recorder.write(DDPBuilt(at=user_line(), ranks=model.process_group.size()))
+            self._forwards = self._saved_optimizers = 0
+        self._recorder.write(DDPBuilt(at=user_line(), group_size=model.process_group.size()))
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
         self._tracer.start()
@@ -312,9 +312,9 @@ class LoopHooks:
                 for name, g in gradients.items()
                 if rank == 0 or isinstance(g, DTensor)
             }
-            path = self._progress.plan.folder / f"gradients-{self._first_steps}-{rank}.pt"
+            path = self._progress.plan.folder / f"gradients-{self._saved_optimizers}-{rank}.pt"
             torch.save(saved, path)
-            self._first_steps += 1
+            self._saved_optimizers += 1
 
     def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:
         """The digests for `OptimizerStepBegun.outside_models`.

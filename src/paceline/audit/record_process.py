@@ -55,7 +55,7 @@ def install(progress: Progress, models: Models, control: object) -> None:
     """Record the start of this rank now, and what becomes of it later.
 
     Args:
-        control: The rank's connection to its launcher. Its `send` carries the error of a failed script.
+        control: The rank's connection to the command. Its `send` carries the error of a failed script.
     """
     progress.recorder.write(
         RankStarted(

@@ -30,8 +30,8 @@ from paceline.audit.events import (
     TrainingContinues,
     TrainingStarted,
     TrainingStep,
+    full_name,
 )
-from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager

@@ -66,7 +66,7 @@ def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
     Only those before the first pass after so many steps: verification may end the rank in such a pass.
     """
     found: list[Call] = []
-    spans_all = all(event.ranks == world_size for event in log.of(DDPBuilt))
+    spans_all = all(event.group_size == world_size for event in log.of(DDPBuilt))
     for event in log.events:
         if isinstance(event, PassBegun):
             if event.steps_done >= steps and event.loader in log.training_loaders:

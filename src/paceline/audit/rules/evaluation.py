@@ -37,7 +37,7 @@ _NOT_TWICE = NoFault("no sample was evaluated twice, or it does not change the r
 
 
 def evaluated_twice(case: Case) -> Judgement:
-    """Samplers pad shards of different lengths, and the padding is evaluated and counted."""
+    """Samplers pad shards of different lengths, and what is evaluated may count the padding."""
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
         return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
@@ -159,7 +159,7 @@ class _Comparison:
     solo: Evaluation
     ranks: list[Evaluation]
     only_ranks_reduce: bool  # whether one process enters no reduction in any evaluation
-    is_last: bool  # whether the watched steps are over, so that verification may cut it
+    may_be_cut: bool  # whether the watched steps are over, so that verification may end it early
 
     @cached_property
     def samples(self) -> int:
@@ -278,7 +278,7 @@ def _compare(case: Case) -> list[_Comparison]:
             solo.get(n, Evaluation()),
             [own.get(n, Evaluation()) for own in evaluations],
             alone,
-            is_last=n >= first_after_all_steps,
+            may_be_cut=n >= first_after_all_steps,
         )
         for n in evaluations[0]
         if n in solo or alone
@@ -347,7 +347,7 @@ def averaged_metric(case: Case) -> Judgement:
     for each in compared:
         of_one, of_rank = len(each.solo.reductions), len(each.ranks[0].reductions)
         if of_one and of_rank and of_one != of_rank:
-            if each.is_last:
+            if each.may_be_cut:
                 continue
             return NotJudged("the runs reduced different numbers of values.", is_open=True)
         counts = [result.call for result in each.reduced if _close(result.value, each.samples)]
@@ -362,7 +362,7 @@ def averaged_metric(case: Case) -> Judgement:
             differing = [r for r in each.reduced if each.differs(r) and not r.is_size]
             means = [result for result in differing if each.is_mean_of_own_samples(result)]
             if means:
-                return _metric_fault(case, max(means, key=_change), is_mean=True)
+                return _judge_metric(case, max(means, key=_change), is_mean=True)
         unclear = unclear or max(differing, key=lambda r: _change(r) >= _SMALL_SHARE, default=None)
     if unclear is not None:
         if any(each.only_ranks_reduce for each in compared):
@@ -372,7 +372,7 @@ def averaged_metric(case: Case) -> Judgement:
                 is_open=True,
             )
         if case.replay is None or case.has_same_inputs:
-            return _metric_fault(case, unclear, is_mean=False)
+            return _judge_metric(case, unclear, is_mean=False)
         return NotJudged(
             f"the value that is reduced at {unclear.at} may belong to the training, whose inputs change at "
             "random.",
@@ -386,7 +386,7 @@ def averaged_metric(case: Case) -> Judgement:
     )
 
 
-def _metric_fault(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
+def _judge_metric(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
     """The judgement of a value that differs from that of one process.
 
     Args:

@@ -496,13 +496,14 @@ def _unequal(
         return None  # tasks with data of their own, whose weights are the script's choice
     known = [event for event in backwards if event.terms]
     for one, other in combinations(known, 2):
-        totals = one.total_weight - other.total_weight
-        terms = (one.term_weight - other.term_weight) * other.terms
+        # 0 for means, whose totals are equal; and 0 for sums, whose terms have equal weights.
+        of_totals = one.total_weight - other.total_weight
+        of_terms = (one.term_weight - other.term_weight) * other.terms
         # Two losses of one forward belong to one micro-batch.
         apart = across_ranks or one.forwards != other.forwards
         # Two tasks may have one line, in a loop over them, but not the same parameters.
         same_loss = (one.kind, one.at, one.reached) == (other.kind, other.at, other.reached)
-        if abs(totals) < _SAME_TOTAL * abs(terms) and same_loss and apart:
+        if abs(of_totals) < _SAME_TOTAL * abs(of_terms) and same_loss and apart:
             return one, other
     return None
 

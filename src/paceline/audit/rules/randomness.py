@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.audit.events import (
     BatchGiven,
@@ -19,7 +19,6 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
-from paceline.audit.rules.shards import divides_batches
 from paceline.errors import name_ranks
 
 # So many forwards with equal noise are a fault.
@@ -156,7 +155,7 @@ def same_augmentation(case: Case) -> Judgement:
             and second.drew.get(generator) == after
             and second.random.get(generator) == first.random.get(generator)
         ]
-        if same and divides_batches(case):
+        if same and case.divides_equal_batches:
             return NoFault(
                 "the ranks load the same batches, and each trains on its own part of them."
             )
@@ -205,29 +204,43 @@ def _masks(generator: str) -> Callable[[ForwardEnded], Any]:
 
 
 _SEED = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
-# For each kind of noise that two ranks may draw alike: what decides it, None if a forward has none; and
-# what, why and fix of the report.
-_NOISES: tuple[tuple[Callable[[ForwardEnded], Any], str, str, str], ...] = (
-    (
+
+
+class _Noise(NamedTuple):
+    """A kind of noise that two ranks may draw alike, and its report."""
+
+    key: Callable[[ForwardEnded], Any]  # what decides the noise of a forward; None if it has none
+    what: str
+    why: str
+    fix: str
+    is_input: bool = (
+        False  # whether the key is the inputs themselves, which must be new in each forward
+    )
+    may_be_note: bool = False  # whether it is a note if a library has set the seed
+
+
+_NOISES = (
+    _Noise(
         _state_after_noise,
         "draw the same random numbers for their batches",
         "the script draws from torch's generator between the batch and the forward, and its state is the "
         "same on both",
         _SEED,
     ),
-    (
+    _Noise(
         _inputs,
         "give a model the same random inputs",
         "their batches differ, and these inputs do not: they come from generators with one seed",
         "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
+        is_input=True,
     ),
     *(
-        (
+        _Noise(
             _masks(generator),
             "draw the same random numbers in their forwards, such as dropout masks",
             f"the generator '{generator}' has the same state on both before the forward",
-            _SEED
-            + " What must be alike, such as layers to leave out, can come from Python's `random`.",
+            f"{_SEED} What must be alike, such as layers to leave out, can come from Python's `random`.",
+            may_be_note=True,
         )
         for generator in ("torch", "cuda")
     ),
@@ -245,39 +258,47 @@ def same_noise(case: Case) -> Judgement:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
     models = sorted({event.model for event in case.ranks[0].training_forwards})
     is_drawn = False
-    for (noise, what, why, fix), model, one in product(_NOISES, models, case.ranks[:-1]):
+    for noise, model, one in product(_NOISES, models, case.ranks[:-1]):
         alike: dict[int, tuple[list[ForwardEnded], int]] = {}
         for other in case.ranks[one.rank + 1 :]:
-            both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
-            pairs = [(a, b) for a, b in zip(*both, strict=False) if noise(a) is not None]
-            same = [a for a, b in pairs if noise(a) == noise(b)]
-            if noise is _inputs:
-                # Equal in all forwards, and in none of the batches.
-                is_new = len({noise(a) for a in same}) == len(pairs) and _batches_differ(one, other)
-                same = same if is_new else []
-            else:
-                is_drawn |= bool(pairs)
+            same, count = _with_same_noise(noise, model, one, other)
+            is_drawn |= count > 0 and not noise.is_input
             # What all ranks draw once or twice may be a constant of the training.
             if len(same) >= _FORWARDS:
-                alike[other.rank] = same, len(pairs)
+                alike[other.rank] = same, count
         if not alike:
             continue
         ranks, (same, count) = [one.rank, *alike], next(iter(alike.values()))
+        fix = noise.fix
         if len(same) < count:
             fix = "do not give all ranks one seed, or the random state of one rank, during the training."
         return FaultFound(
-            what=f"{name_ranks(ranks, case.world_size)} {what}.",
+            what=f"{name_ranks(ranks, case.world_size)} {noise.what}.",
             at=same[0].at,
             ranks=ranks,
             step=same[0].steps_done + 1,
-            why=f"{why}, so the noise does not average out over the ranks.",
+            why=f"{noise.why}, so the noise does not average out over the ranks.",
             fix=fix,
             evidence=f"it is equal in {len(same)} of {count} forwards",
             effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
-            is_note=noise not in (_state_after_noise, _inputs) and _seeded_by_library(one, same[0]),
+            is_note=noise.may_be_note and _seeded_by_library(one, same[0]),
         )
     figure = "draws no noise" if not is_drawn else "draws no equal noise on two ranks"
     return NoFault(f"the training {figure} from torch's global generators for its forwards.")
+
+
+def _with_same_noise(
+    noise: _Noise, model: int, one: RankLog, other: RankLog
+) -> tuple[list[ForwardEnded], int]:
+    """The forwards of a model that have the same noise on both ranks, and how many have any."""
+    both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
+    keys = [(a, noise.key(a), noise.key(b)) for a, b in zip(*both, strict=False)]
+    keys = [each for each in keys if each[1] is not None]
+    same = [(a, key) for a, key, of_other in keys if key == of_other]
+    if noise.is_input:  # equal in all forwards, and in none of the batches
+        is_new = len({key for _, key in same}) == len(keys)
+        same = same if is_new and _batches_differ(one, other) else []
+    return [a for a, _ in same], len(keys)
 
 
 def _seeded_by_library(log: RankLog, forward: ForwardEnded) -> bool:

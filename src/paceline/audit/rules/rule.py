@@ -11,6 +11,9 @@ from paceline.audit.events import DDPBuilt, OptimizerStepBegun, TensorsSent
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
+# So many forwards show how a script uses its batches, if it ran as many.
+_MIN_FORWARDS = 3
+
 
 @dataclass(frozen=True)
 class Case:
@@ -63,19 +66,32 @@ class Case:
         return self.ranks[0].trains_together
 
     @property
-    def divides_samples(self) -> bool:
+    def has_dividing_sampler(self) -> bool:
         """Whether a sampler gives each rank its own part of the training data."""
         log = self.ranks[0]
         loaders = [log.loaders[name] for name in log.training_loaders]
         return any(each.sharding.get("num_replicas", 1) == self.world_size for each in loaders)
 
     @property
+    def divides_equal_batches(self) -> bool:
+        """Whether the ranks get equal batches, and each gives the model a different part of them."""
+        sizes = [e.size or 0 for e in self.ranks[0].training_batches][:_MIN_FORWARDS]
+        forwards = list(zip(*(each.training_forwards for each in self.ranks), strict=False))
+        if not sizes or len(forwards) < len(sizes):
+            return False
+        for size, parts in zip(sizes, forwards, strict=False):
+            rows = [row for event in parts for row in event.rows or ()]
+            if not rows or len(set(rows)) < len(rows) or len(rows) > size:
+                return False
+        return True
+
+    @property
     def splits_model(self) -> bool:
         """Whether the ranks may hold parts of one model, so that equal samples are right."""
         log = self.ranks[0]
-        groups = [event.ranks for event in log.of(DDPBuilt)]
-        if groups or "data" in log.layouts:
-            return any(ranks != self.world_size for ranks in groups) or log.exchanges_parts
+        sizes = [event.group_size for event in log.of(DDPBuilt)]
+        if sizes or "data" in log.layouts:
+            return any(size != self.world_size for size in sizes) or log.exchanges_parts
         return "parts" in log.layouts or log.exchanges_activations or bool(log.of(TensorsSent))
 
     @property

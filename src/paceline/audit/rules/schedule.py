@@ -1,4 +1,4 @@
-"""Learning rate schedules that run N times too fast, or differ between ranks."""
+"""Learning rate schedules: too fast, too slow, without an end, or different on the ranks."""
 
 from __future__ import annotations
 

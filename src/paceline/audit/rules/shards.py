@@ -40,7 +40,7 @@ def whole_dataset(case: Case) -> Judgement:
         judgement = by_inputs if isinstance(by_inputs, FaultFound) else judgement
     if not isinstance(judgement, FaultFound):
         return judgement
-    if divides_batches(case):
+    if case.divides_equal_batches:
         return NoFault("each rank gives the model its own part of each batch.")
     if not case.trains_together:
         return NotJudged(
@@ -59,16 +59,19 @@ def overlapping_shards(case: Case) -> Judgement:
 def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
     """The judgement of the loaders that give shards, or of the others; None without a loader of all ranks."""
     figures = []
+    not_judged: NotJudged | None = None
     for name in case.ranks[0].training_loaders:
         if all(name in log.loaders for log in case.ranks):
             shards, judgement = _judge_loader(case, name)
             if isinstance(judgement, NoFault):
                 figures.append(judgement.evidence)
-            elif shards in (None, in_shards):
+            elif shards not in (None, in_shards):
+                figures.append("the samples of a loader are judged by another rule")
+            elif isinstance(judgement, FaultFound):
                 return judgement
             else:
-                figures.append("the samples of a loader are judged by another rule")
-    return NoFault("; ".join(figures) + ".") if figures else None
+                not_judged = not_judged or judgement
+    return not_judged or (NoFault("; ".join(figures) + ".") if figures else None)
 
 
 def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
@@ -271,19 +274,6 @@ def _is_read_whole(loader: LoaderSeen) -> bool:
         return False
     has_torch_sampler = loader.sampler in ("RandomSampler", "SequentialSampler")
     return has_torch_sampler and batches * size > samples - size
-
-
-def divides_batches(case: Case) -> bool:
-    """Whether the ranks get equal batches, and each gives the model a different part of them."""
-    sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
-    forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
-    if not sizes or len(forwards) < len(sizes):
-        return False
-    for size, parts in zip(sizes, forwards, strict=False):
-        rows = [row for event in parts for row in event.rows or ()]
-        if not rows or len(set(rows)) < len(rows) or len(rows) > size:
-            return False
-    return True
 
 
 def different_datasets(case: Case) -> Judgement:

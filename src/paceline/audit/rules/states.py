@@ -15,9 +15,9 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OptimizerStepEnded,
     StateLoaded,
+    full_name,
 )
 from paceline.audit.evidence import RankLog
-from paceline.audit.models import full_name
 
 P = TypeVar("P", bound=tuple[int, ...])  # a named tuple: a point of the script, in its order
 
@@ -50,11 +50,11 @@ class WeightPoint(NamedTuple):
     """A point of the script at which a parameter is updated or used.
 
     A use is a forward of training or, of a parameter that no forward shows, its next step. Updates and uses
-    of a parameter may alternate in a step: `phase` is even at an update, and odd at a use. The first updates
-    with one optimizer, and those of a step in which two optimizers update it, with a forward between them:
+    of a parameter may alternate in a step: `phase` is even at an update, and odd at a use. Its points,
 
-        use (0, 1), update (1, 0), use (1, 1), update (2, 0), use (2, 1)
-        update (1, 0), use (1, 1), update (1, 2), use (1, 3)
+        with one optimizer:  use (0, 1), update (1, 0), use (1, 1), update (2, 0), use (2, 1)
+        with two in step 1, and a forward between them:
+                             use (0, 1), update (1, 0), use (1, 1), update (1, 2), use (1, 3)
     """
 
     step: int  # the number of an update, from 1; the completed steps before a use

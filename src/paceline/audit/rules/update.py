@@ -61,6 +61,8 @@ def clip_before_unscale(case: Case) -> Judgement:
             effect=f"gradients are clipped at a norm {scale:g} times too small",
         )
     clips = sum(len(_clips(log)) for log in logs)
+    if not clips:
+        return NoFault("torch's clipping was not called.")
     return NoFault(f"{clips} calls of torch's clipping, each to a bound of the gradients' scale.")
 
 
@@ -119,7 +121,9 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(f"{min(map(len, clips_of_ranks))} clips, none seen of one rank's mean gradient.")
+    if not any(clips_of_ranks):
+        return NoFault("torch's clipping was not called.")
+    return NoFault("no rank was seen to clip its own gradients before they were reduced.")
 
 
 def clip_of_shard(case: Case) -> Judgement:

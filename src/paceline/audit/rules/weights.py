@@ -9,9 +9,9 @@ from paceline.audit.events import (
     ForwardEnded,
     TrainingContinues,
     WeightsChanged,
+    full_name,
 )
 from paceline.audit.evidence import RankLog
-from paceline.audit.models import full_name
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
 from paceline.audit.rules.states import Mismatch, weights_of
 from paceline.errors import name_ranks
@@ -89,7 +89,7 @@ def changed_outside(case: Case) -> Judgement:
         fix = "broadcast the weights from rank 0, or wrap"
         if not case.trains_together:
             what, fix = f"{what} and exchange no gradients", "wrap"
-        if _trains_alone(case, name) or not (case.trains_together or case.divides_samples):
+        if _trains_alone(case, name) or not (case.trains_together or case.has_dividing_sampler):
             return NotJudged(
                 f"{what}: each may train a model of its own, or the reduction was forgotten.",
                 is_open=True,
