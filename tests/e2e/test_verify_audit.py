@@ -223,8 +223,8 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     ]
     assert any(line.startswith("compared: the run of 1 process (20 steps)") for line in lines)
     assert any(line.startswith("no fault (") for line in lines)
-    assert lines[-3].startswith("note: torch.compile was turned off during verification")
-    assert lines[-2].startswith("note: the script trains on after the 20 steps that were watched")
+    assert lines[-3].startswith("remark: torch.compile was turned off during verification")
+    assert lines[-2].startswith("remark: the script trains on after the 20 steps that were watched")
     assert lines[-1] == "1 fault found: gradient N times too large or small"
     assert done.returncode == 1
 

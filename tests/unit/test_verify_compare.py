@@ -92,10 +92,10 @@ def test_equal_runs_are_sound() -> None:
 def test_notes_follow_the_lists_of_the_report() -> None:
     change = {(2, "loss"): 9.0}
     found = compare(runs(change, change), rtol=None, bitwise=False)
-    assert report_comparison(found, ["a"]).lines == [*lines_of(found), "note: a"]
+    assert report_comparison(found, ["a"]).lines == [*lines_of(found), "remark: a"]
     sound = compare(runs({}, {}), rtol=None, bitwise=False)
     *lines, last = lines_of(sound)
-    assert report_comparison(sound, ["a"]).lines == [*lines, "note: a", last]
+    assert report_comparison(sound, ["a"]).lines == [*lines, "remark: a", last]
 
 
 def test_samples_that_one_process_repeats_too_may_repeat() -> None:

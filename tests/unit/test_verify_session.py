@@ -66,6 +66,6 @@ def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
     result = session.verify(options, lambda text: None)
     assert result.exit_code == 1
     assert result.lines[-2:] == [
-        "note: with 3 processes it could not be verified: at most 2 processes",
+        "remark: with 3 processes it could not be verified: at most 2 processes",
         "1 fault found: a rule",
     ]

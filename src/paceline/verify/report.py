@@ -192,5 +192,5 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 def _result(
     code: int, lines: list[str], notes: Sequence[str], last: str, facts: dict[str, Any]
 ) -> VerifyResult:
-    lines = [*lines, *(f"note: {note}" for note in notes), *([last] if last else [])]
+    lines = [*lines, *(f"remark: {note}" for note in notes), *([last] if last else [])]
     return VerifyResult(code, lines, facts | ({"notes": list(notes)} if notes else {}))

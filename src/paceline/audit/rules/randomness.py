@@ -31,6 +31,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
     """Each epoch has the order of the first: `sampler.set_epoch` was not called."""
     log = case.ranks[0]
     judged = one_pass = False
+    found: list[FaultFound] = []
     for name in log.training_loaders:
         loader = log.loaders[name]
         sampler = loader.sharding
@@ -53,7 +54,9 @@ def same_order_each_epoch(case: Case) -> Judgement:
                 fault = _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)
                 # An epoch may have several passes, such as one for each of the models that take turns.
                 changes = len({each.begin.epoch for each in passes}) > 1
-                return replace(fault, is_note=fault.is_note or changes)
+                found.append(replace(fault, is_note=fault.is_note or changes))
+    if found:
+        return min(found, key=lambda fault: fault.is_note)  # a fault rather than a note
     if judged:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes, or the epoch was set.{cut}")
