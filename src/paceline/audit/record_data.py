@@ -230,7 +230,7 @@ class DataHooks:
             return fetch(fetcher, index)
         finally:
             fetcher.collate_fn = collate
-            after = random_states(fetcher.dataset)
+            after, now = random_states(fetcher.dataset), twister_states()
             if not (fetcher.auto_collation and isinstance(samples, list)):
                 samples = [] if samples is None else [samples]
             worker = get_worker_info()
@@ -245,7 +245,7 @@ class DataHooks:
                     magnitudes=[magnitude(sample) for sample in samples],
                     random=before,
                     drew={k: v for k, v in after.items() if v != before.get(k)},
-                    draws={k: numbers_drawn(v, twister_states()[k]) for k, v in twisters.items()},
+                    draws={k: numbers_drawn(twisters[k], now[k]) for k in twisters.keys() & now},
                 )
             )
 

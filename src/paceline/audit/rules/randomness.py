@@ -216,9 +216,7 @@ class _Noise(NamedTuple):
     what: str
     why: str
     fix: str
-    is_input: bool = (
-        False  # whether the key is the inputs themselves, which must be new in each forward
-    )
+    is_input: bool = False  # whether the key is the inputs, which must be new in each forward
     may_be_note: bool = False  # whether it is a note if a library has set the seed
 
 
