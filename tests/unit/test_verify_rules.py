@@ -1251,9 +1251,9 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
     ("mode", "planned", "max_steps", "cpu_s_of_step", "steps"),
     [
         ("solo", 20, 0, 0.0, 20),  # with --steps 20
-        ("solo", 20, 200, 0.003, 200),  # fast: the limit
+        ("solo", 20, 200, 0.005, 200),  # fast: the limit
         ("solo", 20, 200, 0.0625, 40),  # fast at step 10, slow at step 30
-        ("solo", 20, 200, 0.008, 160),
+        ("solo", 20, 200, 0.01, 160),
         ("solo", 20, 60, 0.005, 60),
         ("solo", 20, 200, 1.0, 20),
         ("ordinary", 31, 0, 1.0, 31),  # as many as the solo run, however long it takes

@@ -28,7 +28,7 @@ _GRACE_STEPS = 2
 _MAX_EMPTY_PASSES = 1000
 # The wanted steps double if the run took less than this CPU time and this time since its first step. CPU
 # time, so that the number does not depend on what else the machine does; time, for steps that wait for data.
-_CPU_S, _TIME_S = 0.6, 4.0
+_CPU_S, _TIME_S = 1.0, 6.0
 
 
 class Enough(SystemExit):
