@@ -513,18 +513,23 @@ def test_the_gradient_of_each_optimizer_is_compared(
 
 
 @pytest.mark.parametrize(
-    ("rate", "weight", "is_note"),
-    [(0.1, 1 / 12, False), (0.05, 1 / 12, True), (0.1, 1.0, True)],
+    ("is_sgd", "rate", "weight", "is_note"),
+    [
+        (True, 0.1, 1 / 12, False),
+        (True, 0.05, 1 / 12, True),
+        (False, 0.05, 1 / 12, False),  # Adam's update does not grow with the gradient
+        (True, 0.1, 1.0, True),
+    ],
 )
 def test_a_learning_rate_or_a_loss_that_is_a_sum_makes_up_for_a_sum(
-    tmp_path: Path, rate: float, weight: float, is_note: bool
+    tmp_path: Path, is_sgd: bool, rate: float, weight: float, is_note: bool
 ) -> None:
     first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
     runs = []
     for mode, count, lr in (("solo", 1, 0.1), ("mirrored", 2, rate)):
         (tmp_path / mode).mkdir()
         torch.save({"w": torch.ones(3) * count}, tmp_path / mode / "gradients-0-0.pt")
-        step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr])
+        step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr], is_sgd=is_sgd)
         backward = BackwardBegun(at="t.py:1", term_weight=weight, terms=12.0)
         made = run(mode, *[[first, backward, step]] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
@@ -1405,3 +1410,15 @@ def test_a_step_with_fewer_micro_batches_has_other_inputs(taken: int, is_same: b
 def test_the_part_of_a_batch(batch: Any, part: Any) -> None:
     found = replay._part(batch, replay.number_of_samples(batch), 1, 2)
     torch.testing.assert_close(found, part)
+
+
+def test_the_scripts_that_a_rule_names_exist() -> None:
+    tests = Path(__file__).parents[1]
+    rules = Path(str(audit.__file__)).parent / "rules"
+    named = {
+        name
+        for path in rules.glob("*.py")
+        for name in re.findall(r"(?:sound|broken)/\d\w+", path.read_text())
+    }
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not list(tests.glob(f"{name}.*"))] == []

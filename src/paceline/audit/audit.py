@@ -1,9 +1,10 @@
-"""The audit of a script that does not use paceline: three runs, and one judgement for each rule.
+"""The audit of a script that does not use paceline: two to four runs, and a judgement for each rule.
 
 Such a script fixes the batch size of a rank, so runs of 1 and N processes train on different data and cannot
-be compared. The reference is therefore a run whose ranks all get the batches of the run of one process. An
-ordinary run shows the script's own shards, order and coverage, and whether its ranks drift apart. If the
-batches cannot be replayed, the third run gets only the weights of the run of one process in evaluations.
+be compared. The reference is therefore a replay, whose ranks get the batches of the run of one process, or
+parts of them. An ordinary run shows the script's own shards, order and coverage, and whether its ranks drift
+apart. If the batches cannot be replayed, another run gets only the weights of the run of one process, in
+evaluations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _J = TypeVar("_J")
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The judgements of all rules for one number of processes, by the name of the rule."""
+    """The judgements for one number of processes, by the name of the rule.
+
+    After a fault, rules that are judged last have none.
+    """
 
     case: Case
     judgements: dict[str, Judgement] = field(default_factory=dict)
@@ -42,7 +46,7 @@ class AuditResult:
 
     @property
     def notes(self) -> dict[str, FaultFound]:
-        """The findings whose effect is too small for a fault, by the name of the rule."""
+        """The findings that are no faults, by the name of the rule."""
         return {name: each for name, each in self.of(FaultFound).items() if each.is_note}
 
 
@@ -151,22 +155,22 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     if ordinary.hung:
         return None, "the ordinary run hung, so the batches of one process were not replayed."
     batches = [log.training_batches[:1] for log in (solo.ranks[0], *ordinary.ranks)]
-    solo_size, *each = (own[0].samples if own else None for own in batches)
-    if solo_size is None or None in each:
+    solo_size, *rank_sizes = (own[0].samples if own else None for own in batches)
+    if solo_size is None or None in rank_sizes:
         return None, "no DataLoader gave batches that could be given to all ranks."
     unsaved = next((each.unsaved for each in solo.ranks[0].training_batches if each.unsaved), "")
     if unsaved:
         return None, f"a batch could not be saved, to give it to all ranks: {unsaved}."
-    if all(size == solo_size for size in each):
+    if all(size == solo_size for size in rank_sizes):
         # A loss that compares the samples of all ranks must get each sample once.
-        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
+        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(rank_sizes)
         return "divided" if is_divided else "mirrored", ""
-    if sum(size or 0 for size in each) == solo_size:
+    if sum(size or 0 for size in rank_sizes) == solo_size:
         (batch,) = batches[0]
         if batch.ids and len(batch.ids) != batch.size:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
-    sizes = ", ".join(map(str, each))
+    sizes = ", ".join(map(str, rank_sizes))
     return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
 
 

@@ -139,7 +139,7 @@ def twister_states() -> dict[str, TwisterState]:
 
 
 def numbers_drawn(before: TwisterState, after: TwisterState) -> int:
-    """How many 32-bit numbers, at least, a generator gave between two of its states."""
+    """How many 32-bit numbers, at least, a generator gave between two states, without a seed between."""
     # The first number after a seed of torch renews the words, although none of them are used.
     renewed = before.words != after.words and before.used
     return after.used - before.used + (_MT_WORDS if renewed else 0)

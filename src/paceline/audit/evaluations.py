@@ -54,8 +54,8 @@ class Evaluation:
     collectives: list[CollectiveBegun] = field(default_factory=list)
     gathers_samples: bool = False  # whether it gathers a value for each sample, such as predictions
     reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
-    # By line, the numbers that the script took: those after the first gather, or without one after the first
-    # collective.
+    # By line, the numbers that the script took: those after the first gather; without one, after the first
+    # collective; without any, all.
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
     @property

@@ -109,7 +109,7 @@ class Failed(Event):
 
 
 class RankEnded(Event):
-    """The process ended; missing after a kill and `os._exit`."""
+    """The process ended; missing after an error, a kill and `os._exit`."""
 
     wanted: int | None = None  # the steps that the rank was to take
     # The digests of the buffers, by the number of the model.
@@ -276,7 +276,7 @@ class ForwardEnded(EventInStep):
     sync: bool | None = None  # whether DDP reduces the gradients of this forward; None without DDP
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
-    # The digest of each of its rows, at most 4096; None without a tensor, or if other modules computed it.
+    # The digest of each of its rows, at most 4096; None without a tensor, or if it has a gradient.
     rows: list[int] | None = None
     inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
     # The digests of the states of the generators before, by their name.
@@ -323,7 +323,7 @@ class BackwardEnded(Event):
 
 
 class NumberRead(Event):
-    """The script took the number of a tensor in an evaluation."""
+    """The script read the value of a tensor with one element in an evaluation, as with `item()`."""
 
     value: float
     evaluation: int = 0
@@ -366,6 +366,7 @@ class OptimizerStepBegun(Event):
     grads: Digests = field(default_factory=dict)  # the digests of the gradients
     norms: dict[str, float] = field(default_factory=dict)  # their norms
     state: int = 0  # the digest of the optimizer's state
+    is_sgd: bool = False  # whether it is torch's SGD, whose update is proportional to the gradient
     # The digests of trained parameters that no forward shows: no called model has them. With DDP, from the
     # second step of a parameter on, and only if models were updated since its latest step.
     outside_models: Digests = field(default_factory=dict)

@@ -129,7 +129,7 @@ class Update:
 
     @property
     def optimizer_step(self) -> OptimizerStepBegun | None:
-        """The first step of an optimizer in it; None if its gradients, as of one sample, are used later."""
+        """The first step of an optimizer in it; None if the next backward comes before one, as in DP-SGD."""
         return next((call for call in self.calls if isinstance(call, OptimizerStepBegun)), None)
 
     @property

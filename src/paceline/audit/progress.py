@@ -22,7 +22,7 @@ from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
 from paceline.audit.run_plan import REPLAYS, RunPlan
 
-# A loop that ignores the end of its loader is ended after this many further steps.
+# A loop that ignores the end of its loader may take this many further steps; the next one ends it.
 _GRACE_STEPS = 2
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
@@ -42,7 +42,7 @@ class Progress:
         steps: Rounds in which each optimizer steps once. A training before the first DDP, which rank 0 may
             do alone, does not count.
         wanted: The steps after which the training ends.
-        updates: Calls of `optimizer.step()`, of all optimizers together.
+        optimizer_calls: Calls of `optimizer.step()`, of all optimizers together.
         uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
@@ -66,7 +66,7 @@ class Progress:
         self._loaders = TrainingLoaders()
         self.loaders_of_step: set[str] = set()
         self._awaits_backward = False  # a forward of training has no backward yet
-        self.updates = 0
+        self.optimizer_calls = 0
         # The optimizers that have stepped, in this round and at all. Not their ids: that of a deleted one may
         # be given to the next.
         self._round: set[object] = set()
@@ -85,10 +85,8 @@ class Progress:
     def cuts_pass(self, batches: int) -> bool:
         """Whether to end this pass, of so many batches, now.
 
-        The run has too few steps left to reach the end of the pass, and must see the next one begin.
-
-        The solo run cuts a pass when its last steps begin; other runs cut after the same step. A replay ends
-        where the solo run ended. The next pass begins with that step, and is not cut.
+        A run whose steps end before the pass cuts it, to see the next one begin: the solo run when its last
+        steps begin, and the ordinary run after the same step. It cuts no later pass. Replays cut none.
         """
         if self.plan.mode in REPLAYS or self.loaders_of_step:
             return False
@@ -172,7 +170,7 @@ class Progress:
             Enough: it is one step more than wanted, or three more if a loader can end the loop.
         """
         number = self.step_number(optimizer)
-        self.updates += 1
+        self.optimizer_calls += 1
         self._stepped.add(optimizer)
         if number == self.steps:
             self._round.add(optimizer)

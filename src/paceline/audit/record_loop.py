@@ -191,7 +191,7 @@ class LoopHooks:
             script_random=_states_of_script(module) if trains and self._progress.steps < 2 else {},
             draws=draws,
         )
-        now = self._progress.updates, trains, evaluation
+        now = self._progress.optimizer_calls, trains, evaluation
         is_untrained = not of_trained and not torch.is_grad_enabled()
         if (trains or is_untrained) and self._digested_in.get(number) != now:
             self._digested_in[number] = now
@@ -301,6 +301,7 @@ class LoopHooks:
                 grads={name: digest(g) for name, g in gradients.items()},
                 norms={name: float(reals_of(g).norm()) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
+                is_sgd=isinstance(optimizer, torch.optim.SGD),
                 outside_models=self._digest_outside([p for p, _ in trained]),
             )
         )

@@ -2,8 +2,8 @@
 
 The solo run saves its batches as files, and its weights in each evaluation with a result: a value that the
 script reduces, gathers or reads. In a mirrored run each rank gets the whole batch; in a divided run each rank
-gets a part of it; a same-weights run gets the weights only. Data and weights are then equal, so the script
-causes every remaining difference.
+gets a part of it. Its data, and in evaluations its weights, are then those of the solo run, so the script
+causes every remaining difference. A same-weights run has its own data, and gets the weights only.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _VARIABLE = "PACELINE_VERIFY"
 #   mirrored    a replay: each rank gets the batches of the solo run, so all results must equal those of it
 #   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
 #               divides its batch size by the number of processes
-#   same-weights  as ordinary, with the weights of the solo run in each evaluation. It is used if no
-#               batches can be replayed; the replays set these weights too
+#   same-weights  the data of the script, with the weights of the solo run in each evaluation and one seed for
+#               all ranks. It is used if no batches can be replayed; the replays set these weights too
 Mode = Literal["solo", "ordinary", "mirrored", "divided", "same-weights"]
 REPLAYS = ("mirrored", "divided")
 

@@ -124,21 +124,21 @@ def report_audits(audits: Sequence[AuditResult], notes: Sequence[str]) -> Verify
         lines += _audit_lines(each)
     faults = {name for each in audits for name in each.faults}
     small = {name for each in audits for name in each.notes}
-    open_questions = [judged for each in audits for judged in each.of(NotJudged).items()]
-    not_judged = {name for name, _ in open_questions}
-    unexplained = {name for name, why in open_questions if why.is_open}
+    not_judged = [judged for each in audits for judged in each.of(NotJudged).items()]
+    names = {name for name, _ in not_judged}
+    open_ = {name for name, why in not_judged if why.is_open}
     if faults:
         code = ExitCode.FAILED
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
-    elif unexplained:
+    elif open_:
         code = ExitCode.NOT_JUDGED
-        last = f"not judged: may be right or wrong: {', '.join(sorted(unexplained))}"
+        last = f"not judged: may be right or wrong: {', '.join(sorted(open_))}"
     else:
         code = ExitCode.OK
         last = "sound: no fault found"
         last += f"; notes: {', '.join(sorted(small))}" if small else ""
-        rules = "rule" if len(not_judged) == 1 else "rules"
-        last += f"; {len(not_judged)} {rules} could not judge" if not_judged else ""
+        rules = "rule" if len(names) == 1 else "rules"
+        last += f"; {len(names)} {rules} could not judge" if names else ""
     steps = max(each.case.ordinary.plan.steps for each in audits)
     facts = {"kind": "audit", "steps": steps, "audits": [_audit_facts(each) for each in audits]}
     return _result(code, lines, notes, last, facts)

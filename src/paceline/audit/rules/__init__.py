@@ -1,4 +1,8 @@
-"""The faults that the audit looks for. Each rule only reads: evidence in, a judgement out."""
+"""The faults that the audit looks for. Each rule only reads: evidence in, a judgement out.
+
+A comment such as "See broken/66_class_weights" names the diff in `tests/broken`, or the script in
+`tests/sound`, for which a line was written.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from paceline.audit.rules.rule import Rule
 _NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
 _DATASETS = "datasets differ between ranks"
-_SCALED = "gradient N times too large or small"
+_SCALED = "gradient scaled or changed"
 _LOSS_OF_RANK = "loss depends on the rank"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
 _CLIPPED_TOO_EARLY = "clipping before reduction"

@@ -26,6 +26,7 @@ _LEAST_CHANGE = 1e-6
 # A number of samples that was computed in float32 differs by less from an integer.
 _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
+# See broken/65_gathered_with_labels.
 _LARGE_CHANGE = 0.05
 
 # A smaller value for each sample is no score: it may be a time.
@@ -87,7 +88,8 @@ def _judge_padding(
     of_ranks = [log.evaluations.get(number, Evaluation()) for log in case.ranks]
     gathers = of_ranks[0].gathers_samples
     if not any(each.gathers or each.reductions or each.numbers for each in of_ranks):
-        return _UNKNOWN  # the script may join files, and leave out the surplus
+        # The script may join files, and leave out the surplus. See sound/04_predictions_by_index.
+        return _UNKNOWN
     results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
     counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
     if results and all(r.is_same for r in results) and not (gathers and counts_padding):
@@ -433,6 +435,7 @@ def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> FaultFound | No
         for at, numbers in each.ranks[0].numbers.items():
             for solo, value in zip(each.solo.numbers.get(at, ()), numbers, strict=False):
                 # A library may read in this evaluation what it reduced in the one before.
+                # See broken/91_total_cost.
                 call = next((call for call, x in sums if _close(solo, x)), None)
                 if call is None or not _close(value * case.world_size, solo):
                     continue

@@ -36,22 +36,28 @@ _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of another one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
-# Gradients with a smaller part of the norm of the whole one may be rounding alone.
+# Gradients with a smaller part of the norm of the whole one may be rounding alone (broken/89_penalty).
 _SMALL_PART = 1e-3
 # The ranks' losses of one batch differ by rounding only, if by less than this part or this number.
+# See sound/82_centre.
 _EQUAL_LOSS, _ZERO_LOSS = 1e-5, 1e-6
-# A difference by less than this part is no fault of its own.
+# A difference by less than this part is no fault of its own (broken/66_class_weights).
 _SAME_LOSS = 1e-3
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
+# See sound/53_tokens_149_and_150.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
 _SMALL_FACTOR = 1.01
 # The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
+# See sound/69_tokens_weighted.
 _SMALL_CHANCE = 1.5
 
 
 def scaled_gradient(case: Case) -> Judgement:
-    """The gradient of N ranks on the samples of one process is N or 1/N times that of one."""
+    """The gradient of N ranks on the samples of one process is a multiple of that of one, often N or 1/N.
+
+    Of a loss on gathered values, any difference counts.
+    """
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
@@ -220,13 +226,15 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     if larger and len(steps) == 2:
         solo_rate, rate = (step.lrs[0] for step in steps)
         is_compensated = math.isclose(solo_rate, rate * count, rel_tol=_NEAR_FACTOR)
+        is_compensated &= steps[1].is_sgd
     if larger:
         reduction = _manual_reduction(log)
         why = "it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
-        if reduction is None and log.of(DDPBuilt):
+        if reduction is None and (log.of(DDPBuilt) or "data" in log.layouts):
+            whose = "FSDP" if "data" in log.layouts else "DDP"
             why = "the loss is multiplied by the number of ranks."
-            fix = "do not multiply it: DDP takes the mean over the ranks, as the loss does over samples."
+            fix = f"do not multiply it: {whose} takes the mean over the ranks, as the loss does over samples."
     else:
         why, fix, reduction = _cause_of_small(case)
     return FaultFound(
@@ -238,7 +246,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         evidence=figure,
         effect=f"the gradient is off by a factor of {count if larger else 1 / count:.3g}"
         + ", and the learning rate makes up for it" * is_compensated,
-        # A sum over all samples grows with their number, on one process too.
+        # A sum over all samples grows with their number, on one process too (sound/95_pipeline_by_hand).
         is_note=is_compensated or (larger and _is_sum(case.solo.ranks[0].first_backward)),
     )
 
@@ -431,6 +439,7 @@ def mean_of_means(case: Case) -> Judgement:
     lasts = {event for log in logs for event in _lasts(log)}
     for log in logs:
         # Tasks with fixed weights have their sizes in every step, and samples beside those of the loader.
+        # See sound/92_random_negatives.
         whole = [each.backwards for each in log.updates if lasts.isdisjoint(each.backwards)]
         sizes = {tuple(event.terms for event in backwards) for backwards in whole}
         by_design = len(sizes) == 1 and _makes_samples(log)
@@ -502,6 +511,7 @@ def _unequal(
         # Two losses of one forward belong to one micro-batch.
         apart = across_ranks or one.forwards != other.forwards
         # Two tasks may have one line, in a loop over them, but not the same parameters.
+        # See sound/88_tasks_in_a_loop.
         same_loss = (one.kind, one.at, one.reached) == (other.kind, other.at, other.reached)
         if abs(of_totals) < _SAME_TOTAL * abs(of_terms) and same_loss and apart:
             return one, other

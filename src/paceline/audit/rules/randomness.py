@@ -23,7 +23,7 @@ from paceline.errors import name_ranks
 
 # So many forwards with equal noise are a fault.
 _FORWARDS = 3
-# More numbers than this for each sample of a batch are noise.
+# More numbers than this for each sample of a batch are noise (broken/11_noise_before_forward).
 _DRAWS_PER_SAMPLE = 2
 
 
@@ -36,6 +36,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
         loader = log.loaders[name]
         sampler = loader.sharding
         # Without a sampler that divides one order, the ranks may shuffle parts of their own.
+        # See sound/10_reduced_by_hand.
         divides = sampler.get("num_replicas", 1) > 1
         if divides and (fault := _other_epoch_on_a_rank(case, name)) is not None:
             return fault
@@ -173,13 +174,16 @@ def same_augmentation(case: Case) -> Judgement:
                 fix="seed by rank and worker: torch.manual_seed(seed + rank) before the loader is built, "
                 "and torch.utils.data.get_worker_info().seed for a generator of the dataset.",
                 evidence=f"the states of {same[0]} before and after them are equal",
-                effect=f"2 of {len(firsts)} sources of samples draw the same numbers",
+                effect=f"at least 2 of {len(firsts)} sources of samples draw the same numbers",
             )
     return NoFault(f"workers that drew from different random states: {len(firsts)}.")
 
 
 def _augments(event: SamplesLoaded, generator: str) -> bool:
-    """Whether a generator gave a number for each sample; fewer may be a choice for the batch."""
+    """Whether a generator gave a number for each sample; fewer may be a choice for the batch.
+
+    See sound/12_one_crop_for_a_batch.
+    """
     count = event.draws.get(generator)
     return generator in event.drew and (count is None or count >= len(event.contents))
 

@@ -58,6 +58,9 @@ def added_parameter(case: Case) -> Judgement:
 
 
 def _has_equal_gradients(case: Case, name: str) -> bool:
-    """Whether the gradients of a parameter are those of all ranks in each step: the script reduces it."""
+    """Whether the gradients of a parameter are those of all ranks in each step: the script reduces it.
+
+    See sound/10_reduced_by_hand.
+    """
     of_ranks = [[e.grads.get(name) for e in log.of(OptimizerStepBegun)] for log in case.ranks]
     return any(of_ranks[0]) and all(own == of_ranks[0] for own in of_ranks)

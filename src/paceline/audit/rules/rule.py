@@ -74,7 +74,7 @@ class Case:
 
     @property
     def divides_equal_batches(self) -> bool:
-        """Whether the ranks get equal batches, and each gives the model a different part of them."""
+        """Whether the ranks give their models different samples, together at most those of rank 0's batch."""
         sizes = [e.size or 0 for e in self.ranks[0].training_batches][:_MIN_FORWARDS]
         forwards = list(zip(*(each.training_forwards for each in self.ranks), strict=False))
         if not sizes or len(forwards) < len(sizes):
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether the ranks update different parameters in different numbers of steps, which do not match.
+        """Whether the ranks update different parameters, and take different numbers of steps.
 
         Without DDP, a rank that never steps an optimizer may get its weights from another one.
         """
@@ -121,7 +121,9 @@ class FaultFound:
     # The first optimizer step with wrong results, from 1; None if the fault is in no single step.
     step: int | None = None
     ranks: Sequence[int] = ()  # the ranks that behave wrongly; empty for all ranks
-    is_note: bool = False  # whether the effect is so small that the finding is a note, not a fault
+    is_note: bool = (
+        False  # whether it is a note, not a fault: the effect is small, or it may be a choice
+    )
 
     def facts(self, world_size: int) -> dict[str, Any]:
         """The fault as JSON."""
@@ -140,8 +142,8 @@ class NotJudged:
     """The rule could not judge the script."""
 
     why: str
-    # Whether the script cannot be called sound for this reason: the rule saw a difference between the runs
-    # and does not know whether it is a fault, or the rule itself failed.
+    # Whether the script cannot be called sound for this reason: the rule saw a difference between runs or
+    # ranks and does not know whether it is a fault, or the rule itself failed.
     is_open: bool = False
 
 

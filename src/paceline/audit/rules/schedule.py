@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 # Rates between two steps are interpolated linearly, so equal rates differ by up to this part.
 _SAME_RATE = 0.02
-# Metrics that differ by less differ by rounding.
+# Metrics that differ by less differ by rounding (broken/70_plateau).
 _SAME_METRIC = 1e-6
 # A fault needs at least this many steps with an unexpected rate,
 _MIN_STEPS = 3

@@ -23,7 +23,7 @@ _MIN_COMMON = 3
 _MIN_FORWARDS = 3
 # Values of one sample that differ by less differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)
-# So many samples with other values are no accident.
+# So many samples with other values are no accident (broken/90_normalised_parts).
 _MIN_CHANGED = 16
 _CUT_STREAM = (
     "give each rank its part of the stream, such as islice(samples, rank, None, world_size)"
@@ -146,7 +146,10 @@ def _overlap(case: Case, name: str, samples: list[list[Any]]) -> _Overlap:
 
 
 def _repeats_samples(case: Case, name: str) -> bool:
-    """Whether one process reads a sample several times in its first pass, as with repeated augmentation."""
+    """Whether one process reads a sample several times in its first pass, as with repeated augmentation.
+
+    See sound/03_repeated_augmentation.
+    """
     solo = case.solo.ranks[0]
     samples = _samples_read(solo, name, 1) if name in solo.loaders else []
     again = len(samples) - len(set(samples))

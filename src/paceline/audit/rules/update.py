@@ -24,6 +24,7 @@ from paceline.errors import name_ranks
 # Norms of equal gradients may differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)
 # A bound of at least this part of the loss scale is one for gradients with the scale.
+# See sound/97_clipped_samples.
 _SCALED_BOUND = 0.01
 # Factors of shards that differ by less are equal; and a fault differs in so many steps.
 _SAME_FACTOR, _MIN_STEPS = 0.02, 3
@@ -91,6 +92,7 @@ def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
     clips_of_ranks = [_clips(log) for log in case.ranks]
     # As in DP-SGD, the script clips the gradient of each sample, and adds them up itself.
+    # See sound/97_clipped_samples.
     combined = {
         update
         for before, update in pairwise(case.ranks[0].updates)

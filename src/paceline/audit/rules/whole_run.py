@@ -24,6 +24,7 @@ _DROPPED = 0.005
 # In shorter passes, more samples than that may be left out in each of them.
 _STEPS_OF_PASS = 20
 # Of samples that are drawn at random and used so often by one process, others use nearly all.
+# See broken/98_weighted_parts.
 _OFTEN, _FEW_OFTEN, _NEVER = 4, 20, 0.3
 # The loss falls clearly on one process if less than this part of it is left at the end.
 _FALLS = 0.8
