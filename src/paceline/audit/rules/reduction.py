@@ -36,7 +36,7 @@ def added_parameter(case: Case) -> Judgement:
     alone = [event for event in log.of(NotReduced) if not _has_equal_gradients(case, event.name)]
     if not alone:
         return NoFault(
-            "no parameter is trained that neither a DDP of its model nor the script reduces."
+            "of models in DDP, each trained parameter is reduced by DDP or by the script."
         )
     first = alone[0]
     trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}

@@ -121,9 +121,8 @@ class FaultFound:
     # The first optimizer step with wrong results, from 1; None if the fault is in no single step.
     step: int | None = None
     ranks: Sequence[int] = ()  # the ranks that behave wrongly; empty for all ranks
-    is_note: bool = (
-        False  # whether it is a note, not a fault: the effect is small, or it may be a choice
-    )
+    # Whether it is a note, not a fault: the effect is small, or it may be a choice.
+    is_note: bool = False
 
     def facts(self, world_size: int) -> dict[str, Any]:
         """The fault as JSON."""
