@@ -124,8 +124,8 @@ def test_no_fault_is_found_in_a_sound_script(script: Path, tmp_path: Path) -> No
 def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path) -> None:
     code, facts = audit(TESTS / "sound" / "64_no_seed.py", "1,2", tmp_path)
     assert code == 0
-    assert "calls no torch.manual_seed" in facts["notes"][0]
-    judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["sound"]}
+    assert "calls no torch.manual_seed" in facts["remarks"][0]
+    judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["no_fault"]}
     assert "1 times that of one process" in judged["gradient scaled or changed"]
 
 

@@ -76,7 +76,7 @@ def lines_of(found: Comparison) -> list[str]:
 
 def test_equal_runs_are_sound() -> None:
     found = compare(runs({}, {}, {}), rtol=None, bitwise=True)
-    assert (found.verdict, found.difference, found.unknown) == ("sound", None, [])
+    assert (found.verdict, found.difference, found.not_judged) == ("sound", None, [])
     assert found.equal == [
         "parameter of ranks: 10 compared", "weights at the start: 3 compared",
         "samples of a step: 4 compared", "loss: 4 compared", "gradient norm: 4 compared",
@@ -242,8 +242,8 @@ def test_a_second_training_counts_its_epochs_itself() -> None:
 )
 def test_what_cannot_be_equal_is_not_judged(facts: Event, word: str) -> None:
     found = compare(runs({}, {(2, "loss"): 9.0}, facts=facts), rtol=None, bitwise=False)
-    assert (found.verdict, found.difference) == ("refused", None)
-    assert word in found.unknown[0]
+    assert (found.verdict, found.difference) == ("not judged", None)
+    assert word in found.not_judged[0]
     assert lines_of(found)[0].startswith("could not be verified: the losses and gradients were not")
     assert lines_of(found)[-1] == "not judged: losses, gradients and evaluations"
     start = {(0, "params"): OTHER}
@@ -268,7 +268,7 @@ def test_bitwise_is_not_advised_where_training_refuses_it(batchnorm: str, is_adv
     found = runs({}, {}, facts={"batchnorm": batchnorm, "precision": "bf16"})
     for run in found:
         run.ranks[0].events.append(ForwardEnded(trains=True, drew=["torch"]))
-    unknown = compare(found, rtol=None, bitwise=False).unknown
+    unknown = compare(found, rtol=None, bitwise=False).not_judged
     assert len(unknown) == 2
     assert all(("--bitwise" in line) is is_advised for line in unknown)
 
@@ -278,7 +278,7 @@ def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
     one, many = {(2, "score"): 1.0}, {(2, "score"): 0.5}
     found = compare(runs(many, many, one=one, facts=facts), rtol=None, bitwise=False)
     assert found.verdict == "sound"
-    assert "evaluations" in found.unknown[0]
+    assert "evaluations" in found.not_judged[0]
     assert lines_of(found)[-1].endswith("; evaluations were not judged")
     assert not is_sound(runs(many, many, one=one, facts=facts), bitwise=True)
     assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts))
@@ -289,7 +289,7 @@ def test_another_number_of_steps_is_refused() -> None:
     for log in two.ranks:
         log.events.pop()
     found = compare([one, two], rtol=None, bitwise=False)
-    assert found.verdict == "refused"
+    assert found.verdict == "not judged"
     assert "makes 4 steps with 1 process and 3 with 2" in found.why
 
 
@@ -298,7 +298,7 @@ def test_another_number_of_evaluations_is_refused() -> None:
     assert "makes 1 evaluation with 1 process and 0 with 2" in found.why
     at_two, at_three = {(2, "score"): 1.0}, {(3, "score"): 1.0}
     found = compare(runs(at_three, at_three, one=at_two), rtol=None, bitwise=False)
-    assert found.verdict == "refused"
+    assert found.verdict == "not judged"
 
 
 @pytest.mark.parametrize("of_one", [True, False])

@@ -54,7 +54,7 @@ from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import evaluated_twice
 from paceline.audit.rules.gradient import loss_of_rank
 from paceline.audit.rules.randomness import same_noise
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import fast_schedule
 from paceline.audit.rules.shards import overlapping_shards, whole_dataset
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
@@ -142,7 +142,7 @@ def test_a_schedule_that_is_stepped_once_an_epoch_has_no_length_to_divide() -> N
     solo = _epochs(40, 40, [1.0, 0.5, 0.25])
     shifted = _epochs(20, 20, [1.0, 0.7, 0.4])
     judged = fast_schedule(case(shifted, shifted, solo=solo))
-    assert not isinstance(judged, FaultFound)
+    assert not isinstance(judged, Finding)
 
 
 def _with_rates(events: list[Event], rates: list[float], base: float = 1.0) -> list[Event]:
@@ -173,8 +173,8 @@ def test_the_speed_of_a_schedule(speed: float, found: str) -> None:
         return [replace(cast(LoaderSeen, loader), batch_size=batch_size), *events]
 
     judged = fast_schedule(case(*[decays(speed, 2)] * 2, solo=decays(1, 4)))
-    assert isinstance(judged, FaultFound) == bool(found), judged
-    if isinstance(judged, FaultFound):
+    assert isinstance(judged, Finding) == bool(found), judged
+    if isinstance(judged, Finding):
         assert judged.what == f"the schedule runs 2 times too {found}."
 
 
@@ -210,7 +210,7 @@ def test_samples_are_used_equally_often_in_whole_passes() -> None:
     even = [uses([1] * 100), uses([1] * 100)]
     assert isinstance(uneven_use(case(*even, solo=solo)), NoFault)
     again = [uses([1] * 100), uses([2] * 20 + [1] * 80)]
-    assert isinstance(uneven_use(case(*again, solo=solo)), FaultFound)
+    assert isinstance(uneven_use(case(*again, solo=solo)), Finding)
     left = [uses([1] * 100), uses([2] * 20 + [1] * 80, whole=False)]  # with a fixed number of steps
     assert isinstance(uneven_use(case(*left, solo=solo)), NoFault)
 
@@ -227,7 +227,7 @@ def test_rows_that_are_padded_are_not_counted() -> None:
 
     solo, own = uses([*range(100)] * 2), uses([*range(100)])
     skipped = uses([*range(20)] * 2 + [*range(20, 80)])
-    assert isinstance(uneven_use(case(own, skipped, solo=solo)), FaultFound)
+    assert isinstance(uneven_use(case(own, skipped, solo=solo)), Finding)
     padded = uses([*range(200, 220), *range(20, 100)])
     judged = uneven_use(case(own, padded, solo=solo))
     assert isinstance(judged, NotJudged)
@@ -253,16 +253,16 @@ def test_shards_of_several_passes_that_are_shuffled_anew_are_not_the_whole_datas
     assert isinstance(whole_dataset(case(*shards)), NoFault)
     # Each rank reads all of it, in another order.
     whole = [_gives(batches), _gives([*batches[60:], *batches[:60]])]
-    assert isinstance(whole_dataset(case(*whole)), FaultFound)
+    assert isinstance(whole_dataset(case(*whole)), Finding)
 
 
 @pytest.mark.parametrize(
     ("parts", "rule", "found"),
     [
-        ([(0, 40), (20, 60)], overlapping_shards, FaultFound),
-        ([(0, 40), (20, 60), (40, 80)], overlapping_shards, FaultFound),
+        ([(0, 40), (20, 60)], overlapping_shards, Finding),
+        ([(0, 40), (20, 60), (40, 80)], overlapping_shards, Finding),
         ([(0, 40), (20, 60), (40, 80)], whole_dataset, NoFault),
-        ([(0, 60), (0, 60), (1, 61)], whole_dataset, FaultFound),
+        ([(0, 60), (0, 60), (1, 61)], whole_dataset, Finding),
         ([(0, 60), (0, 60), (1, 61)], overlapping_shards, NoFault),
     ],
 )
@@ -284,7 +284,7 @@ def test_parts_of_a_stream_that_overlap_are_no_whole(
     assert isinstance(rule(Case(ordinary, ordinary)), found)
 
 
-@pytest.mark.parametrize(("replicas", "found"), [(2, NoFault), (4, FaultFound)])
+@pytest.mark.parametrize(("replicas", "found"), [(2, NoFault), (4, Finding)])
 def test_a_padded_sample_in_groups_of_ranks_that_have_a_subset_each(
     replicas: int, found: type
 ) -> None:
@@ -305,7 +305,7 @@ def test_a_padded_sample_in_groups_of_ranks_that_have_a_subset_each(
 
 
 def test_uneven_use_may_be_a_consequence_of_equal_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = FaultFound(what="x", at="", why="", fix="", evidence="", effect="")
+    fault = Finding(what="x", at="", why="", fix="", evidence="", effect="")
     rules = [
         replace(rule, judge=lambda _: fault)
         for rule in RULES
@@ -331,7 +331,7 @@ def _evaluates(ids: list[int], score: float) -> list[Event]:
 @pytest.mark.parametrize(
     ("solo", "ranks", "found"),
     [
-        ([0, 1, 2, 3, 4], [[0, 1, 2], [3, 4, 0]], FaultFound),  # a padded shard
+        ([0, 1, 2, 3, 4], [[0, 1, 2], [3, 4, 0]], Finding),  # a padded shard
         ([0, 1, 2, 3, 4], [[7, 1, 2], [3, 7, 5]], NotJudged),  # each rank draws a part of its own
     ],
 )
@@ -355,7 +355,7 @@ def _validates(ids: range, *, counts: list[float], by: str) -> list[Event]:
 @pytest.mark.parametrize("by", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize(
     ("right", "count", "found"),
-    [(9000, 20000, FaultFound), (9001, 20000, FaultFound), (9000, 19999, NoFault)],
+    [(9000, 20000, Finding), (9001, 20000, Finding), (9000, 19999, NoFault)],
 )
 def test_one_padded_sample_of_many_is_a_note(right: int, count: int, found: type, by: str) -> None:
     solo = _validates(range(19999), counts=[9000.0, 19999.0], by=by)
@@ -365,23 +365,23 @@ def test_one_padded_sample_of_many_is_a_note(right: int, count: int, found: type
     ]
     judged = evaluated_twice(case(*ranks, solo=solo, replay=True))
     assert isinstance(judged, found), judged
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.is_note
         assert judged.effect == "0.005% of the evaluated samples count twice"
         strict = judge(case(*ranks, solo=solo, replay=True), strict=True)["evaluated twice"]
-        assert isinstance(strict, FaultFound)
+        assert isinstance(strict, Finding)
         assert not strict.is_note
 
 
 def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = FaultFound(what="x", at="", why="", fix="", evidence="", effect="")
+    fault = Finding(what="x", at="", why="", fix="", evidence="", effect="")
     for is_note in (True, False):
         rules = (
             Rule("cause", lambda _, is_note=is_note: replace(fault, is_note=is_note)),
             Rule("effect", lambda _: fault, consequence_of=("cause",)),
         )
         monkeypatch.setattr("paceline.audit.audit.RULES", rules)
-        assert isinstance(judge(case([], []))["effect"], FaultFound) == is_note
+        assert isinstance(judge(case([], []))["effect"], Finding) == is_note
 
 
 # Noise and devices
@@ -402,7 +402,7 @@ def _noisy(state: int) -> list[Event]:
 
 def test_equal_noise_of_two_ranks_of_which_none_is_rank_0() -> None:
     judged = same_noise(case(_noisy(0), _noisy(1), _noisy(1)))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert list(judged.ranks) == [1, 2]
 
 
@@ -451,7 +451,7 @@ def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
     ordinary = Run(plan, _without_pretraining(logs), 0)
     for rule in (whole_dataset, same_noise):
         judged = rule(Case(ordinary, ordinary))
-        assert isinstance(judged, FaultFound) == exchanges, judged
+        assert isinstance(judged, Finding) == exchanges, judged
 
 
 def test_generators_in_variables_of_the_script() -> None:
@@ -469,7 +469,7 @@ def test_what_another_module_computed_is_no_sample() -> None:
     assert record_loop._samples((torch.nn.Parameter(inputs),)) == (3, None)
 
 
-@pytest.mark.parametrize(("changes", "found"), [(True, FaultFound), (False, NotJudged)])
+@pytest.mark.parametrize(("changes", "found"), [(True, Finding), (False, NotJudged)])
 def test_a_constant_input_is_no_sample(changes: bool, found: type) -> None:
     """A loop without loaders, in which all ranks have the same inputs."""
     rank: list[Event] = [
@@ -481,7 +481,7 @@ def test_a_constant_input_is_no_sample(changes: bool, found: type) -> None:
 
 @pytest.mark.parametrize(
     ("draws", "states", "found"),
-    [(0, (5, 5), FaultFound), (40, (5, 5), NotJudged), (0, (5, 6), NotJudged)],
+    [(0, (5, 5), Finding), (40, (5, 5), NotJudged), (0, (5, 6), NotJudged)],
 )
 def test_a_loss_of_what_each_rank_draws(draws: int, states: tuple[int, int], found: type) -> None:
     ranks: list[list[Event]] = [
@@ -503,15 +503,15 @@ def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:
         wrapped = DDPBuilt(group_size=2)
         return [use, wrapped] if measures else [wrapped, use]
 
-    for measures, found in ((True, NoFault), (False, FaultFound)):
+    for measures, found in ((True, NoFault), (False, Finding)):
         ranks = [rank(weight, measures=measures) for weight in (1, 2)]
         assert isinstance(different_untrained_models(case(*ranks)), found)
 
 
 @pytest.mark.parametrize(
     ("evaluates_after", "end", "found"),
-    [([3], 9, NoFault), ([3], 0, FaultFound), ([], 9, FaultFound), ([0], 9, FaultFound),
-     ([2], 0, NoFault), ([1, 2], 0, FaultFound), ([2, 3], 0, FaultFound), ([2, 3], 9, NoFault)],
+    [([3], 9, NoFault), ([3], 0, Finding), ([], 9, Finding), ([0], 9, Finding),
+     ([2], 0, NoFault), ([1, 2], 0, Finding), ([2, 3], 0, Finding), ([2, 3], 9, NoFault)],
 )  # fmt: skip
 def test_buffers_that_are_made_equal_before_one_rank_evaluates(
     evaluates_after: list[int], end: int, found: type
@@ -531,7 +531,7 @@ def test_buffers_that_are_made_equal_before_one_rank_evaluates(
     assert isinstance(different_buffers(case(rank(0), rank(1))), found)
 
 
-@pytest.mark.parametrize(("visible", "found"), [(["0", "0"], FaultFound), (["0", "1"], NoFault)])
+@pytest.mark.parametrize(("visible", "found"), [(["0", "0"], Finding), (["0", "1"], NoFault)])
 def test_ranks_that_see_other_gpus(visible: list[str], found: type) -> None:
     ranks: list[list[Event]] = [
         [
@@ -567,14 +567,14 @@ def test_a_rank_that_clips_alone_and_changes_nothing() -> None:
     clips = [[Clipped(norm=1.0), *own] for own in steps]
     usual = _updates([1, 2, 3], steps)
     assert isinstance(update_on_one_rank(case(_updates([1, 2, 3], clips), usual)), NoFault)
-    assert isinstance(update_on_one_rank(case(_updates([1, 7, 8], clips), usual)), FaultFound)
+    assert isinstance(update_on_one_rank(case(_updates([1, 7, 8], clips), usual)), Finding)
     idle = _updates([1, 1, 1], [[], [], []])
-    assert isinstance(update_on_one_rank(case(usual, idle)), FaultFound)
+    assert isinstance(update_on_one_rank(case(usual, idle)), Finding)
 
 
 @pytest.mark.parametrize(
     ("max_norm", "samples", "found"),
-    [(1.0, 1, FaultFound), (1e9, 1, NoFault), (1.0, 3, NoFault)],
+    [(1.0, 1, Finding), (1e9, 1, NoFault), (1.0, 3, NoFault)],
 )
 def test_clips_that_only_measure_or_are_of_one_sample(
     max_norm: float, samples: int, found: type
@@ -609,10 +609,10 @@ def test_a_clip_beside_the_scaler_of_another_optimizer(
         _step(1),
     ]
     judged = clip_before_unscale(case(_updates([1], [calls]), _updates([1], [calls])))
-    assert isinstance(judged, FaultFound) == found
+    assert isinstance(judged, Finding) == found
 
 
-@pytest.mark.parametrize(("copies", "found"), [(True, NotJudged), (False, FaultFound)])
+@pytest.mark.parametrize(("copies", "found"), [(True, NotJudged), (False, Finding)])
 def test_a_model_for_one_batch_is_that_of_a_rank(copies: bool, found: type) -> None:
     def rank(own: int) -> list[Event]:
         events: list[Event] = []
@@ -647,12 +647,12 @@ def test_the_steps_of_two_optimizers_are_counted_once() -> None:
         return events
 
     judged = clip_before_unscale(case(*[trains(clips_in=5)] * 2))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.step == 5
     judged = update_on_one_rank(
         case(trains(clips_in=5), [*trains(clips_in=None), OptimizerStepEnded(step=7)])
     )
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.step == 5
 
 
@@ -670,12 +670,12 @@ def test_local_sgd_under_no_sync(restored: bool) -> None:
         return events
 
     judged = no_sync_on_last(case(rank(2), rank(3)))
-    assert isinstance(judged, FaultFound) == (not restored), judged
+    assert isinstance(judged, Finding) == (not restored), judged
 
 
 @pytest.mark.parametrize(
     ("sends", "continues", "found"),
-    [(True, True, NotJudged), (False, True, FaultFound), (True, False, FaultFound)],
+    [(True, True, NotJudged), (False, True, Finding), (True, False, Finding)],
 )
 def test_weights_that_may_be_averaged_after_the_watched_steps(
     sends: bool, continues: bool, found: type
@@ -711,7 +711,7 @@ def _trains_without_ddp(weights: list[int], *, exchanges: bool, steps: bool = Tr
 
 def _faults(*ranks: list[Event]) -> list[str]:
     judged = judge(case(*ranks))
-    return [name for name, each in judged.items() if isinstance(each, FaultFound)]
+    return [name for name, each in judged.items() if isinstance(each, Finding)]
 
 
 def test_one_rank_updates_and_sends_the_weights() -> None:
@@ -799,10 +799,10 @@ def test_a_model_that_is_not_used_in_each_step(
     """The steps between two uses of a model say nothing of its weights."""
     ranks = [_generator_beside_a_critic(own, changes=changes) for own in ([1, 2, 3, 4, 5], other)]
     judged = judge(case(*ranks))
-    faults = [each.what for each in judged.values() if isinstance(each, FaultFound)]
+    faults = [each.what for each in judged.values() if isinstance(each, Finding)]
     if changes:
         outside = judged["weights differ without an optimizer step"]
-        assert isinstance(outside, FaultFound)
+        assert isinstance(outside, Finding)
         assert (outside.at, outside.step) == ("t.py:3", 11)
         assert outside.evidence.startswith(
             "equal on all ranks after step 6, different before step 11"
@@ -818,7 +818,7 @@ def test_a_model_that_is_not_used_in_each_step(
 
 @pytest.mark.parametrize(
     ("rows", "found"),
-    [(([7, 8], [7, 8]), NotJudged), (([7, 8], [8, 9]), FaultFound), ((None, None), FaultFound)],
+    [(([7, 8], [7, 8]), NotJudged), (([7, 8], [8, 9]), Finding), ((None, None), Finding)],
 )
 def test_each_rank_trains_a_probe_beside_the_shared_model(rows: Any, found: type) -> None:
     """A model that has other weights on each rank is its own if its samples are those of all ranks."""
@@ -872,8 +872,8 @@ def test_a_network_that_measures_between_the_forward_of_ddp_and_its_backward() -
         return events
 
     assert isinstance(unmatched_collective(case(rank(), rank(measures=False))), NoFault)
-    assert isinstance(unmatched_collective(case(rank(), rank()[:-6])), FaultFound)
-    assert isinstance(update_on_one_rank(case(rank(Clipped(), weights=7), rank())), FaultFound)
+    assert isinstance(unmatched_collective(case(rank(), rank()[:-6])), Finding)
+    assert isinstance(update_on_one_rank(case(rank(Clipped(), weights=7), rank())), Finding)
 
 
 def test_a_score_that_is_not_a_number_on_both_runs_is_equal() -> None:

@@ -70,14 +70,14 @@ from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
 from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
 from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
-from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule, outliers
+from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.weights import changed_outside, drifting_weights
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
-from paceline.verify.report import notes_on
+from paceline.verify.report import remarks_on
 
 
 def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
@@ -116,7 +116,7 @@ def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: 
     if message is None:
         assert isinstance(judged, NoFault)
     else:
-        assert isinstance(judged, FaultFound)
+        assert isinstance(judged, Finding)
         assert message in judged.what
         assert judged.is_note == ("idle" in message or cuda == 1)
 
@@ -135,14 +135,14 @@ def call(op: str, line: int, ranks: int = 2) -> CollectiveBegun:
 def test_an_extra_collective_is_reported_at_its_line() -> None:
     usual = [call("all_reduce", 5), call("barrier", 9)]
     judged = unmatched_collective(case([call("all_reduce", 2), *usual], usual))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
 
 
 def test_the_last_of_three_ranks_does_not_enter() -> None:
     usual = [call("barrier", 9, 3)]
     judged = unmatched_collective(case(usual, usual, [RankEnded()], hung=True))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
     assert "rank 2 called none" in judged.evidence
 
@@ -164,7 +164,7 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     [
         (0.7, [0.7, 0.7], NoFault),
         (0.7, [0.7, 0.7004], NoFault),
-        (0.71, [0.7, 0.72], FaultFound),
+        (0.71, [0.7, 0.72], Finding),
         (0.7, [0.7, 0.72], NotJudged),  # rank 0 seeds a generator as one process does
         (0.0, [2e-9, -3e-9], NoFault),  # rounding of a difference that is 0
         (0.7, [float("nan"), float("nan")], NotJudged),
@@ -208,7 +208,7 @@ OTHERS = {index: 200 + index for index in range(8)}
     ("passes", "seeds", "found"),
     [
         ([[SAMPLES, SAMPLES], [SAMPLES, SAMPLES]], True, NoFault),
-        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], True, FaultFound),
+        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], True, Finding),
         ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], False, NotJudged),  # samples of each rank's own
         ([[SAMPLES], [OTHERS]], True, NoFault),  # they may be augmented at random
         ([[SAMPLES, OTHERS], [SAMPLES, SAMPLES]], True, NotJudged),  # they are
@@ -228,7 +228,7 @@ def test_ranks_divide_one_dataset(
     [
         ([1.0] * 40, False, NoFault),
         ([1.00001] * 40, False, NoFault),  # a sum over the ranks is rounded in another order
-        ([2.0] * 40, False, FaultFound),
+        ([2.0] * 40, False, Finding),
         ([2.0] * 10 + [1.0] * 30, False, NoFault),  # padding, for one
         ([2.0] * 40, True, NoFault),  # the same samples with other numbers
     ],
@@ -250,11 +250,11 @@ def test_samples_that_depend_on_the_number_of_processes(
     plan = RunPlan(Path("x"), "ordinary", 2, 20)
     judged = different_datasets(Case(Run(plan, [solo], 0), Run(plan, ranks, 0)))
     assert isinstance(judged, found), judged
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.effect == "40 of 40 samples have other values"
 
 
-@pytest.mark.parametrize(("common", "found"), [(0, NoFault), (1, FaultFound)])
+@pytest.mark.parametrize(("common", "found"), [(0, NoFault), (1, Finding)])
 def test_few_steps_show_that_the_ranks_have_other_subsets(common: int, found: type) -> None:
     def rank(number: int) -> RankLog:
         ids = [100 * number + i for i in range(20)]
@@ -273,7 +273,7 @@ def test_few_steps_show_that_the_ranks_have_other_subsets(common: int, found: ty
     ("solo", "second", "found"),
     [
         (range(100), [range(50), range(50, 100)], NoFault),
-        (range(100), [range(50), range(40, 90)], FaultFound),
+        (range(100), [range(50), range(40, 90)], Finding),
         ([7] * 100, [range(50), range(40, 90)], NoFault),  # one process draws with replacement
     ],
 )
@@ -295,7 +295,7 @@ def test_the_shards_of_a_later_pass(solo: Any, second: list[Any], found: type) -
 
     judged = judge(ended=True)
     assert isinstance(judged, found), judged
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.evidence.startswith("10 of 90 samples of pass 2")
     assert isinstance(judge(ended=False), NoFault)
 
@@ -313,7 +313,7 @@ def _read(value: float, line: int = 9) -> NumberRead:
 def test_a_metric_of_one_rank_is_a_note() -> None:
     parts = [_evaluation("abc", _read(1 / 3)), _evaluation("de")]
     judged = metric_of_one_rank(case(*parts))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.is_note
     assert (judged.at, judged.effect) == ("t.py:9", "60% of the samples are in the metric")
     reduced = [_evaluation(r, replace(call("all_reduce", 8), evaluation=1)) for r in ("abc", "de")]
@@ -334,7 +334,7 @@ def test_weights_that_no_model_uses_are_not_called_equal(differ: bool) -> None:
 
 
 def test_buffers_that_were_compared_are_called_equal() -> None:
-    def judge(**buffers: int) -> NoFault | NotJudged | FaultFound:
+    def judge(**buffers: int) -> NoFault | NotJudged | Finding:
         return different_buffers(case(*[[ForwardEnded(trains=True, buffers=buffers)]] * 2))
 
     assert judge() == NoFault("the models have no buffers.")
@@ -342,7 +342,7 @@ def test_buffers_that_were_compared_are_called_equal() -> None:
     assert isinstance(different_buffers(case([], [])), NotJudged)
 
 
-@pytest.mark.parametrize(("continues", "found"), [(False, FaultFound), (True, NotJudged)])
+@pytest.mark.parametrize(("continues", "found"), [(False, Finding), (True, NotJudged)])
 def test_buffers_may_be_made_equal_before_an_evaluation_that_was_not_seen(
     continues: bool, found: type
 ) -> None:
@@ -356,7 +356,7 @@ def test_buffers_may_be_made_equal_before_an_evaluation_that_was_not_seen(
     ("solo", "value", "found"),
     [
         (0.8, 0.8, NoFault),
-        (0.8, 0.4, FaultFound),  # 4 and 2 of 5 samples
+        (0.8, 0.4, Finding),  # 4 and 2 of 5 samples
         (0.8, 0.83, NoFault),  # a small difference
         (0.8123, 0.4321, NotJudged),  # no share of 5 samples: it may be a time
         (8, 4, NoFault),  # such as a number of batches
@@ -372,7 +372,7 @@ def test_numbers_after_a_gather_are_those_of_one_process(
         Case(run("solo", whole), run("ordinary", *parts), run("mirrored", *parts))
     )
     assert isinstance(judged, found)
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.effect == "the metric changes by 50.00%"
 
 
@@ -383,7 +383,7 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
 
     assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
     judged = different_untrained_models(case(*ranks(1, 2)))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.effect == "1 of 1 parameters differ between ranks"
 
 
@@ -391,7 +391,7 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
     ("digests", "found"),
     [
         ([(1, 2, 3), (1, 2, 3)], NoFault),
-        ([(1, 2, 3), (1, 1, 1)], FaultFound),  # rank 0 alone updates it
+        ([(1, 2, 3), (1, 1, 1)], Finding),  # rank 0 alone updates it
         ([(1, 2, 3), (4, 5, 6)], NoFault),  # random weights, such as those of an augmentation
     ],
 )
@@ -402,7 +402,7 @@ def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: 
             events.append(ForwardEnded(steps_done=step, model=100, params={"w": weight}))
     judged = different_untrained_models(case(*ranks))
     assert isinstance(judged, found)
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.step == 1
         assert "train with a model" in judged.what
 
@@ -437,11 +437,11 @@ def test_a_mean_of_means_names_its_ranks(faulty: tuple[Any, ...], ranks: list[in
 
     runs = Case(run("solo", events("solo")), run("ordinary", events(0), events(1)))
     judged = mean_of_means(runs)
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert list(judged.ranks) == ranks
 
 
-@pytest.mark.parametrize(("heads", "found"), [((7, 7), FaultFound), ((7, 8), NoFault)])
+@pytest.mark.parametrize(("heads", "found"), [((7, 7), Finding), ((7, 8), NoFault)])
 def test_losses_of_one_line_that_reach_other_parameters_are_tasks(
     heads: tuple[int, int], found: type
 ) -> None:
@@ -474,8 +474,8 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
     counts = [20 if found == "fault" else 48, 50]
     ranks = [_step_on(n, weight) for n, weight in zip(counts, weights, strict=True)]
     judged = mean_of_means(case(*ranks))
-    assert isinstance(judged, FaultFound) == bool(found)
-    if isinstance(judged, FaultFound):
+    assert isinstance(judged, Finding) == bool(found)
+    if isinstance(judged, Finding):
         assert judged.is_note == (found == "note")
         assert "in 1 of 1 steps" in judged.effect
 
@@ -486,8 +486,8 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
         ([1.0], NoFault, "the gradient"),
         ([1.0, 1.0], NoFault, "the gradient of optimizer 1"),
         ([1.0, 1.3], NoFault, "the gradient of optimizer 1"),  # it may depend on random numbers
-        ([2.0, 1.0], FaultFound, "the gradient of optimizer 1"),
-        ([1.0, 2.0], FaultFound, "the gradient of optimizer 2"),
+        ([2.0, 1.0], Finding, "the gradient of optimizer 1"),
+        ([1.0, 2.0], Finding, "the gradient of optimizer 2"),
     ],
 )
 def test_the_gradient_of_each_optimizer_is_compared(
@@ -507,8 +507,8 @@ def test_the_gradient_of_each_optimizer_is_compared(
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
     assert isinstance(judged, found)
-    assert isinstance(judged, NoFault | FaultFound)
-    ratio = "2" if found is FaultFound else "1"
+    assert isinstance(judged, NoFault | Finding)
+    ratio = "2" if found is Finding else "1"
     assert judged.evidence.startswith(f"{whose} of step 1 was {ratio} times that of one process")
 
 
@@ -534,7 +534,7 @@ def test_a_learning_rate_or_a_loss_that_is_a_sum_makes_up_for_a_sum(
         made = run(mode, *[[first, backward, step]] * count)
         runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
     judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.is_note == is_note
 
 
@@ -572,7 +572,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
     for rank, own in enumerate(gradients):
         torch.save(own, tmp_path / f"local-{rank}.pt")
-    for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
+    for factors, found in (((0.5, 0.5), Finding), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
         torch.save({"w": total}, tmp_path / "gradients-0-0.pt")
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
@@ -580,19 +580,19 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metrics", "found"),
-    [((0.5, 0.5), NoFault), ((0.5, 0.6), FaultFound), ((None, None), NoFault)],
+    [((0.5, 0.5), NoFault), ((0.5, 0.6), Finding), ((None, None), NoFault)],
 )
 def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type) -> None:
     calls = [[ScheduleStepped(at="t.py:8", steps_done=4, metric=metric)] for metric in metrics]
     judged = schedule_of_rank(case(*calls))
     assert isinstance(judged, found)
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.effect == "the metric differs between ranks by 16.67%"
 
 
 @pytest.mark.parametrize(
     ("solo", "each", "found"),
-    [(8.0, (9.0, 9.0), FaultFound), (8.0, (8.004, 8.004), NotJudged), (8.0, (8.0, 8.0), NoFault)],
+    [(8.0, (9.0, 9.0), Finding), (8.0, (8.004, 8.004), NotJudged), (8.0, (8.0, 8.0), NoFault)],
 )
 def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found: type) -> None:
     def ranks(own: list[tuple[float, float]]) -> list[list[Event]]:
@@ -606,12 +606,12 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
     whole = run("solo", *ranks([(solo, solo)]))
     judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
     assert isinstance(judged, found)
-    if isinstance(judged, FaultFound):
+    if isinstance(judged, Finding):
         assert judged.is_note
         assert judged.effect == "the metric changes by 12.50%"
 
 
-@pytest.mark.parametrize(("widths", "found"), [((18.0, 8.0), NoFault), ((0.8, 0.5), FaultFound)])
+@pytest.mark.parametrize(("widths", "found"), [((18.0, 8.0), NoFault), ((0.8, 0.5), Finding)])
 def test_the_sizes_of_tensors_are_no_metric(widths: tuple[float, float], found: type) -> None:
     """Ranks that pad their predictions gather their shapes before."""
 
@@ -651,7 +651,7 @@ def test_evaluations_with_different_numbers_of_reductions(after_step: int, is_op
 
 @pytest.mark.parametrize(
     ("times", "score", "found"),
-    [(1, 3.0, FaultFound), (1, 4.0, NoFault), (100, 3.0, NoFault)],  # of 500 samples: a time
+    [(1, 3.0, Finding), (1, 4.0, NoFault), (100, 3.0, NoFault)],  # of 500 samples: a time
 )
 def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: type) -> None:
     """A sum of n * AUC beside the sum of n; a small sum beside many samples is no score."""
@@ -666,13 +666,13 @@ def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: t
     parts = [evaluated(score / 2, score, rows) for rows in ("abc", "de")]
     judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
     assert isinstance(judged, found), judged
-    assert not isinstance(judged, FaultFound) or judged.is_note
+    assert not isinstance(judged, Finding) or judged.is_note
 
 
 @pytest.mark.parametrize(
     ("own", "results", "found"),
     [
-        ([0.5, 0.2], [[0.7]], FaultFound),  # means of 3 and 2 samples; 0.38 on one process
+        ([0.5, 0.2], [[0.7]], Finding),  # means of 3 and 2 samples; 0.38 on one process
         ([0.38, 0.38], [[0.76]], NoFault),
         ([0.9, 0.3], [[1.2]], NotJudged),  # such as an F1 score
         ([2.0, 1.0], [[3.0, 5.0]], NoFault),  # with the number of samples
@@ -799,7 +799,7 @@ def test_a_schedule_in_a_run_without_a_step() -> None:
     hung = run("ordinary", *[[replace(loader, batches=4), *events]] * 2)
     schedule = ScheduleStepped(at="t.py:2", metric=None)
     solo.ranks[0].events.append(schedule)
-    assert not isinstance(fast_schedule(Case(solo, hung)), FaultFound)
+    assert not isinstance(fast_schedule(Case(solo, hung)), Finding)
 
 
 def _noisy(rank: int, count: int) -> list[Event]:
@@ -822,7 +822,7 @@ def _noisy(rank: int, count: int) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("count", "found"), [(0, NoFault), (1, NoFault), (2, NoFault), (3, FaultFound)]
+    ("count", "found"), [(0, NoFault), (1, NoFault), (2, NoFault), (3, Finding)]
 )
 def test_equal_noise_in_one_forward_may_be_a_constant(count: int, found: type) -> None:
     judged = same_noise(case(_noisy(0, count), _noisy(1, count)))
@@ -840,7 +840,7 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
             event.drew.extend(["torch", "cuda"])
             event.random["torch"] = rank
     judged = same_noise(case(*ranks))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert "'cuda'" in judged.why
 
 
@@ -854,7 +854,7 @@ def test_equal_masks_by_the_seed_of_a_library_are_a_note(seeds: list[str]) -> No
             event.drew.append("torch")
         ranks.append([*(SeedSet(at=at) for at in seeds), *forwards])
     judged = same_noise(case(*ranks))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.is_note == (seeds[-1:] == [""])
 
 
@@ -900,7 +900,7 @@ def test_a_stream_of_a_library_with_one_order_is_a_note(of_library: bool) -> Non
             events.append(BatchGiven(loader="a", pass_number=number, content=content))
             events.append(BackwardBegun(at="t.py:2"))
     judged = same_order_each_epoch(case(events, events))
-    assert isinstance(judged, FaultFound)
+    assert isinstance(judged, Finding)
     assert judged.is_note == of_library
 
 
@@ -908,7 +908,7 @@ def _given(*ids: int) -> BatchGiven:
     return BatchGiven(loader="val", ids=list(ids))
 
 
-@pytest.mark.parametrize(("parts", "found"), [(2, FaultFound), (1, NotJudged)])
+@pytest.mark.parametrize(("parts", "found"), [(2, Finding), (1, NotJudged)])
 def test_ranks_with_a_sampler_for_all_of_them_train_one_model(parts: int, found: type) -> None:
     def trains(rank: int) -> list[Event]:
         loader = LoaderSeen(loader="val", sharding={"num_replicas": parts})
@@ -968,16 +968,16 @@ def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
 
     of_samples, metric = (RankLog(0, gathered(n), []).evaluations[1] for n in (3, 2))
     assert of_samples.gathers_samples
-    assert of_samples.reductions == []
+    assert of_samples.metric_calls == []
     assert not metric.gathers_samples
-    assert len(metric.reductions) == 1
+    assert len(metric.metric_calls) == 1
 
 
 @pytest.mark.parametrize(("ended", "noted"), [([], True), ([EndedByVerify()], False)])
 def test_a_failure_after_the_watched_steps_is_noted(ended: list[Event], noted: bool) -> None:
     failed = Failed(type="ValueError", message="no score\nfor 3", place="t.py:9")
-    notes = notes_on(run("solo", [SeedSet(), *ended, failed]))
-    assert any("failed with ValueError: no score, at t.py:9." in note for note in notes) == noted
+    remarks = remarks_on(run("solo", [SeedSet(), *ended, failed]))
+    assert any("failed with ValueError: no score, at t.py:9." in note for note in remarks) == noted
 
 
 @pytest.mark.parametrize(("epoch", "known"), [(3, 3), (torch.tensor(3), 3), ("third", None)])
@@ -1305,8 +1305,8 @@ def test_a_pass_is_cut_when_the_last_steps_begin(
 
 
 def test_consequences_of_consequences_are_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(case: Case) -> FaultFound:
-        return FaultFound(what="", at="", why="", fix="", evidence="", effect="")
+    def fault(case: Case) -> Finding:
+        return Finding(what="", at="", why="", fix="", evidence="", effect="")
 
     rules = (
         Rule("root", fault),
@@ -1316,7 +1316,7 @@ def test_consequences_of_consequences_are_no_faults(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(audit, "RULES", rules)
     monkeypatch.setattr(audit, "_judge", lambda rule, case: rule.judge(case))
     found = judge(cast(Any, None))
-    assert [name for name, each in found.items() if isinstance(each, FaultFound)] == ["root"]
+    assert [name for name, each in found.items() if isinstance(each, Finding)] == ["root"]
 
 
 def test_numbers_of_numpy_are_numbers_in_an_event() -> None:

@@ -10,7 +10,7 @@ import pytest
 from paceline.audit.audit import AuditResult
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.refusals import Refused
-from paceline.audit.rules.rule import Case, FaultFound, Judgement
+from paceline.audit.rules.rule import Case, Finding, Judgement
 from paceline.audit.run_plan import RunPlan
 from paceline.verify import session
 from paceline.verify.session import VerifyOptions, _timeout_s
@@ -50,7 +50,7 @@ def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
     monkeypatch.setattr(session, "preload", lambda: None)
     monkeypatch.setattr(session, "refuse", lambda run: None)
     monkeypatch.setattr(session, "_run", lambda plan, options: solo)
-    fault = FaultFound(what="w", at="t.py:1", why="y", fix="f", evidence="e", effect="x")
+    fault = Finding(what="w", at="t.py:1", why="y", fix="f", evidence="e", effect="x")
     judgements: dict[str, Judgement] = {}
 
     def audit(run: Run, count: int, *_: object, strict: bool) -> AuditResult:

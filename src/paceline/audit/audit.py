@@ -18,7 +18,7 @@ from paceline.audit.events import JoinEntered, OptimizerStepEnded, PassCut, Rank
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NotJudged, Rule
+from paceline.audit.rules.rule import Case, Finding, Judgement, NotJudged, Rule
 from paceline.audit.run_plan import Mode, RunPlan
 
 Execute = Callable[[RunPlan], Run]
@@ -40,14 +40,14 @@ class AuditResult:
         return {name: each for name, each in self.judgements.items() if isinstance(each, kind)}
 
     @property
-    def faults(self) -> dict[str, FaultFound]:
+    def faults(self) -> dict[str, Finding]:
         """The findings that are faults, by the name of the rule."""
-        return {name: each for name, each in self.of(FaultFound).items() if not each.is_note}
+        return {name: each for name, each in self.of(Finding).items() if not each.is_note}
 
     @property
-    def notes(self) -> dict[str, FaultFound]:
-        """The findings that are no faults, by the name of the rule."""
-        return {name: each for name, each in self.of(FaultFound).items() if each.is_note}
+    def notes(self) -> dict[str, Finding]:
+        """The findings that are notes, by the name of the rule."""
+        return {name: each for name, each in self.of(Finding).items() if each.is_note}
 
 
 def audit(
@@ -112,13 +112,13 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
     found = {rule.name: _judge(rule, case) for rule in RULES if not rule.is_last}
     if strict:
         for name, each in found.items():
-            if isinstance(each, FaultFound):
+            if isinstance(each, Finding):
                 found[name] = replace(each, is_note=False)
     faults = {name for name, each in found.items() if _is_fault(each)}
     for rule in RULES:
-        fault = found.get(rule.name)
+        finding = found.get(rule.name)
         causes = [name for name in rule.consequence_of if name in faults]
-        if isinstance(fault, FaultFound) and causes:
+        if isinstance(finding, Finding) and causes:
             found[rule.name] = NotJudged(f"it may be a consequence of: {', '.join(causes)}.")
     if not any(map(_is_fault, found.values())):
         found |= {rule.name: _judge(rule, case) for rule in RULES if rule.is_last}
@@ -126,7 +126,7 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
 
 
 def _is_fault(judgement: Judgement | None) -> bool:
-    return isinstance(judgement, FaultFound) and not judgement.is_note
+    return isinstance(judgement, Finding) and not judgement.is_note
 
 
 def _judge(rule: Rule, case: Case) -> Judgement:
@@ -177,4 +177,4 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
 def _compares_evaluations(solo: Run, ordinary: Run) -> bool:
     """Whether one process and several exchange results in an evaluation, which could be compared."""
     of_ranks = (run.ranks[0].evaluations.values() for run in (solo, ordinary))
-    return all(any(own.reductions or own.gathers for own in each) for each in of_ranks)
+    return all(any(own.metric_calls or own.gathers for own in each) for each in of_ranks)

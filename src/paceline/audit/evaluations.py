@@ -28,7 +28,7 @@ _MAX_AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class MetricCall:
     """A call that reduced small values, or gathered those of each rank."""
 
     call: CollectiveBegun
@@ -53,7 +53,7 @@ class Evaluation:
     num_samples: int = 0  # the samples before the first collective
     collectives: list[CollectiveBegun] = field(default_factory=list)
     gathers_samples: bool = False  # whether it gathers a value for each sample, such as predictions
-    reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
+    metric_calls: list[MetricCall] = field(default_factory=list)
     # By line, the numbers that the script took: those after the first gather; without one, after the first
     # collective; without any, all.
     numbers: dict[str, list[float]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class EvaluationReader:
             if gathers:
                 length = len(results) // max(len(call.group), 1)
                 results = [sum(results[k::length]) for k in range(length)]
-            self._found[call.evaluation].reductions.append(Reduction(call, results))
+            self._found[call.evaluation].metric_calls.append(MetricCall(call, results))
 
     def _on_forward(self, event: ForwardEnded) -> None:
         # Another model may be given the same batch, and then no batch came since the latest forward.

@@ -84,17 +84,17 @@ class Comparison:
         evaluations: How many evaluations each run made.
         why: Why the runs differ or could not be compared.
         equal: How often each quantity was compared, and its largest difference.
-        unknown: What could not be judged, with the reason.
+        not_judged: What was not judged, with the reason.
     """
 
-    verdict: Literal["sound", "fault", "refused"]
+    verdict: Literal["sound", "fault", "not judged"]
     compared: str
     at: str
     evaluations: int = 0
     difference: Difference | None = None
     why: str = ""
     equal: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     for run in others:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return replace(result, verdict="refused", why=why)
-    values_unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
-    unknown = values_unknown + scores_unknown
+            return replace(result, verdict="not judged", why=why)
+    no_values, no_scores = ([], []) if bitwise else _not_compared(runs, rtol)
+    not_judged = no_values + no_scores
     search = _Search(
         0.0 if bitwise else (rtol or _RTOL),
-        with_values=not values_unknown,
-        with_scores=not unknown,
+        with_values=not no_values,
+        with_scores=not not_judged,
     )
     for run in others:
         for first, point in zip(points, _points(run), strict=True):
@@ -190,13 +190,13 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
                 ).at
                 why = _WHY[difference.quantity]
                 found = replace(result, verdict="fault", at=at, difference=difference, why=why)
-                return replace(found, equal=search.equal(), unknown=unknown)
+                return replace(found, equal=search.equal(), not_judged=not_judged)
         search.next_run()
-    result = replace(result, equal=search.equal(), unknown=unknown)
-    if not values_unknown:
+    result = replace(result, equal=search.equal(), not_judged=not_judged)
+    if not no_values:
         return result
     why = "the losses and gradients were not compared, for the reason below."
-    return replace(result, verdict="refused", why=why)
+    return replace(result, verdict="not judged", why=why)
 
 
 def _count(points: list[Point], kind: str) -> int:

@@ -22,7 +22,7 @@ from paceline.errors import ConfigError
 from paceline.launch.local_ranks import choose_threads
 from paceline.verify.compare import compare
 from paceline.verify.forked_ranks import ForkedRanks, preload
-from paceline.verify.report import VerifyResult, notes_on, report_audits, report_comparison
+from paceline.verify.report import VerifyResult, remarks_on, report_audits, report_comparison
 
 _POLL_S = 0.25
 # The longest time of a replay: a script may wait in a busy loop for batches that it does not get there.
@@ -87,7 +87,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         refuse_early_exit(solo)
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
-        notes = notes_on(solo)
+        remarks = remarks_on(solo)
         if solo.ranks[0].of(TrainingBuilt):
             runs = [solo]
             for count in counts:
@@ -95,7 +95,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
                 runs.append(run(replace(ordinary, bitwise=options.bitwise)))
                 refuse(runs[-1])
             found = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-            return report_comparison(found, notes)
+            return report_comparison(found, remarks)
         for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
             if option:
                 raise ConfigError(
@@ -110,9 +110,9 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             except Refused as refused:
                 if not any(each.faults for each in audits):
                     raise
-                notes.append(f"with {count} processes it could not be verified: {refused.what}")
+                remarks.append(f"with {count} processes it could not be verified: {refused.what}")
                 break
-        return report_audits(audits, notes)
+        return report_audits(audits, remarks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

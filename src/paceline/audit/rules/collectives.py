@@ -19,7 +19,7 @@ from paceline.audit.events import (
     PassBegun,
 )
 from paceline.audit.evidence import Call, RankLog, op_of
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, outliers
 from paceline.errors import name_ranks
 
 
@@ -93,7 +93,7 @@ def _failed_in_collective(log: RankLog) -> bool:
     return any(isinstance(e, CollectiveEnded | BackwardEnded) and e.raised for e in last)
 
 
-def _fault(case: Case, sequences: list[list[Call]], number: int) -> FaultFound:
+def _fault(case: Case, sequences: list[list[Call]], number: int) -> Finding:
     calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
     ranks = _ranks_with_extra_call(sequences, calls, number)
     call = calls[ranks[0]]
@@ -101,7 +101,7 @@ def _fault(case: Case, sequences: list[list[Call]], number: int) -> FaultFound:
     unequal = _unequal_pass(case)
     if unequal is not None:
         short, loader, batches = unequal
-        return FaultFound(
+        return Finding(
             what=f"{name_ranks(short, case.world_size)} got fewer batches than the others in one pass.",
             at=loader.at,
             ranks=short,
@@ -118,7 +118,7 @@ def _fault(case: Case, sequences: list[list[Call]], number: int) -> FaultFound:
         for rank, other in enumerate(calls)
         if rank not in ranks
     ]
-    return FaultFound(
+    return Finding(
         what=f"only {name_ranks(ranks, case.world_size)} entered {_op(call)} at {call.at}.",
         at=call.at,
         ranks=ranks,

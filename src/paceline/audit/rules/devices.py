@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from paceline.audit.events import RankStarted
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
 
@@ -20,7 +20,7 @@ def shared_device(case: Case) -> Judgement:
     used = [(e.visible_devices, e.devices) for e in forwards]
     names = sorted({device for event in forwards for device in event.devices})
     gpus = starts[0].cuda_devices
-    fault = partial(FaultFound, at=forwards[0].at)
+    fault = partial(Finding, at=forwards[0].at)
     if names != ["cpu"]:
         sharing = [rank for rank, each in enumerate(used) if used.count(each) > 1]
         if sharing:

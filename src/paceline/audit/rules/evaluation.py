@@ -13,7 +13,7 @@ from typing import Any
 from paceline.audit.evaluations import Evaluation, first_evaluation
 from paceline.audit.events import CollectiveBegun, ForwardEnded
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 # Equal values of a metric differ by rounding only.
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
@@ -50,7 +50,7 @@ def evaluated_twice(case: Case) -> Judgement:
         judgements.append(
             _judge_padding(case, number, parts, of_loader if loader else [], compared)
         )
-    faults = [each for each in judgements if isinstance(each, FaultFound)]
+    faults = [each for each in judgements if isinstance(each, Finding)]
     if faults:
         return min(faults, key=lambda fault: fault.is_note)  # a fault rather than a note
     unknown = [each for each in judgements if isinstance(each, NotJudged)]
@@ -87,7 +87,7 @@ def _judge_padding(
         return _NOT_TWICE
     of_ranks = [log.evaluations.get(number, Evaluation()) for log in case.ranks]
     gathers = of_ranks[0].gathers_samples
-    if not any(each.gathers or each.reductions or each.numbers for each in of_ranks):
+    if not any(each.gathers or each.metric_calls or each.numbers for each in of_ranks):
         # The script may join files, and leave out the surplus. See sound/04_predictions_by_index.
         return _UNKNOWN
     results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
@@ -102,7 +102,7 @@ def _judge_padding(
         )
     forwards = (e for log in case.ranks for e in log.of(ForwardEnded))
     first = next(e for e in forwards if e.evaluation == number)
-    return FaultFound(
+    return Finding(
         what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
         f"of {total - surplus}.",
         at=first.at,
@@ -183,11 +183,11 @@ class _Comparison:
         # Several numbers of one line belong to the batches.
         taken = [numbers[0] for numbers in self.solo.numbers.values() if len(numbers) == 1]
         found = []
-        for index, first in enumerate(self.ranks[0].reductions):
+        for index, first in enumerate(self.ranks[0].metric_calls):
             same = slice(index, index + 1)
-            of_ranks = [r for evaluation in self.ranks for r in evaluation.reductions[same]]
+            of_ranks = [r for evaluation in self.ranks for r in evaluation.metric_calls[same]]
             for k, value in enumerate(first.results):
-                expected = [r.results[k] for r in self.solo.reductions[same] if len(r.results) > k]
+                expected = [r.results[k] for r in self.solo.metric_calls[same] if len(r.results) > k]
                 if self.only_ranks_reduce:
                     expected = taken or [math.nan]
                 is_mean = first.call.reduce == "AVG"
@@ -273,7 +273,7 @@ def _compare(case: Case) -> list[_Comparison]:
         return []
     solo = case.solo.ranks[0].evaluations
     evaluations = [log.evaluations for log in case.with_solo_weights.ranks]
-    alone = not any(own.reductions for own in solo.values())
+    alone = not any(own.metric_calls for own in solo.values())
     first_after_all_steps = first_evaluation(case.with_solo_weights.plan.steps)
     return [
         _Comparison(
@@ -307,7 +307,7 @@ def misordered_gather(case: Case) -> Judgement:
                 f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
                 is_open=True,
             )
-        return FaultFound(
+        return Finding(
             what="a metric of gathered predictions depends on the number of processes.",
             at=result.call.at,
             step=result.call.steps_done or None,
@@ -347,7 +347,7 @@ def averaged_metric(case: Case) -> Judgement:
     if (divided := _divided_sum(case, compared)) is not None:
         return divided
     for each in compared:
-        of_one, of_rank = len(each.solo.reductions), len(each.ranks[0].reductions)
+        of_one, of_rank = len(each.solo.metric_calls), len(each.ranks[0].metric_calls)
         if of_one and of_rank and of_one != of_rank:
             if each.may_be_cut:
                 continue
@@ -409,7 +409,7 @@ def _judge_metric(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
         why = "the ranks have different numbers of samples, and the mean of their means gives each rank the "
         why += "same weight."
         fix = "all_reduce the sum and the number of samples, then divide."
-    return FaultFound(
+    return Finding(
         what=what,
         at=result.at,
         step=result.call.steps_done or None,
@@ -422,12 +422,12 @@ def _judge_metric(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
     )
 
 
-def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> FaultFound | None:
+def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> Finding | None:
     """The ranks reduce a sum over all samples, and then read it divided by their number."""
     sums = [
         (reduction.call, x)
         for each in compared
-        for reduction in each.ranks[0].reductions
+        for reduction in each.ranks[0].metric_calls
         for x in reduction.results
         if x and reduction.call.reduce == "SUM"
     ]
@@ -439,7 +439,7 @@ def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> FaultFound | No
                 call = next((call for call, x in sums if _close(solo, x)), None)
                 if call is None or not _close(value * case.world_size, solo):
                     continue
-                return FaultFound(
+                return Finding(
                     what="a sum over the samples is averaged over the ranks, and not added up.",
                     at=at,
                     step=call.steps_done or None,
@@ -461,10 +461,10 @@ def reduced_again(case: Case) -> Judgement:
         return NotJudged(case.why_no_replay)
     for before, each in pairwise(_compare(case)):
         of_all = zip(
-            before.solo.reductions,
-            before.ranks[0].reductions,
-            each.solo.reductions,
-            each.ranks[0].reductions,
+            before.solo.metric_calls,
+            before.ranks[0].metric_calls,
+            each.solo.metric_calls,
+            each.ranks[0].metric_calls,
             strict=False,
         )
         for old_solo, old, solo, new in of_all:
@@ -477,7 +477,7 @@ def reduced_again(case: Case) -> Judgement:
                 values = zip(solo.results, old.results, new.results, strict=False)
                 if not all(_close(x + kept * y, z) for x, y, z in values):
                     continue
-                return FaultFound(
+                return Finding(
                     what="a sum over the ranks is reduced again in the next evaluation.",
                     at=new.call.at,
                     step=new.call.steps_done or None,
@@ -508,7 +508,7 @@ def metric_of_one_rank(case: Case) -> Judgement:
             is_unseen = True
             continue
         sizes = [len(rows) for rows in (own, *others)]
-        return FaultFound(
+        return Finding(
             what="rank 0 takes a metric of its own part of the evaluated samples.",
             at=next(reversed(numbers)),
             ranks=[0],

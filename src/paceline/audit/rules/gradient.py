@@ -21,7 +21,7 @@ from paceline.audit.events import (
     OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
 _EQUAL = 0.02
@@ -66,7 +66,7 @@ def scaled_gradient(case: Case) -> Judgement:
     judgements = [_judge_optimizer(case, run, number) for number in range(optimizers)]
     # After the first, a gradient may depend on random numbers since its forward: only a clear factor counts.
     return next(
-        (judgement for judgement in judgements if isinstance(judgement, FaultFound)), judgements[0]
+        (judgement for judgement in judgements if isinstance(judgement, Finding)), judgements[0]
     )
 
 
@@ -91,7 +91,7 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     whose = "the gradient" if optimizers < 2 else f"the gradient of optimizer {number + 1}"
     figure = f"{whose} of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
-    if isinstance(judgement, FaultFound):
+    if isinstance(judgement, Finding):
         return judgement
     first = run.ranks[0].first_forward
     depends_on_parts = first.buffers or first.drew
@@ -107,7 +107,7 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     if is_equal or gather is None or depends_on_parts or number:
         return judgement
     figure += f", and the cosine between both {cosine:.3f}"
-    return FaultFound(
+    return Finding(
         what="the gradient of a loss of gathered values differs from that of one process.",
         at=gather.at,
         step=1,
@@ -145,7 +145,7 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
 
 def _wrong_multiple(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], log: RankLog
-) -> FaultFound | None:
+) -> Finding | None:
     """Some gradients are wrong multiples of those of one process, and all are multiples of them.
 
     Different random numbers or samples do not only scale a gradient.
@@ -162,7 +162,7 @@ def _wrong_multiple(
     if not wrong:
         return None
     name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
-    return FaultFound(
+    return Finding(
         what=f"the gradient of {name} is {factor:.4g} times that of one process.",
         at=(_manual_reduction(log) or log.first_backward).at,
         step=1,
@@ -218,7 +218,7 @@ def _share_of_each_rank(run: Run) -> float | None:
     return float(shares.mean()) if is_one else None
 
 
-def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
+def _scale_fault(case: Case, larger: bool, figure: str) -> Finding:
     log, count = case.ranks[0], case.world_size
     # Of SGD, the update is then right.
     steps = [step for each in (case.solo.ranks[0], log) for step in each.optimizer_steps(1)[:1]]
@@ -237,7 +237,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
             fix = f"do not multiply it: {whose} takes the mean over the ranks, as the loss does over samples."
     else:
         why, fix, reduction = _cause_of_small(case)
-    return FaultFound(
+    return Finding(
         what=f"the gradient is {count} times too {'large' if larger else 'small'}: {why}",
         at=(reduction or log.first_backward).at,
         step=1,
@@ -330,7 +330,7 @@ def different_gradient(case: Case) -> Judgement:
     is_note = reduction is not None and all(
         name in own and float((own[name] - one[name]).norm()) < _EQUAL * size for own in locals_
     )
-    return FaultFound(
+    return Finding(
         what="the gradient is not that of one process on the same samples.",
         at=(reduction or run.ranks[0].first_backward).at,
         step=1,
@@ -404,7 +404,7 @@ def loss_of_rank(case: Case) -> Judgement:
             is_open=True,
         )
     backward, least, most = run.ranks[0].first_backward, min(losses), max(losses)
-    return FaultFound(
+    return Finding(
         what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
         "ones.",
         at=backward.at,
@@ -518,15 +518,13 @@ def _unequal(
     return None
 
 
-def _mean_fault(
-    found: list[_Unequal], lasts: set[BackwardBegun], steps: int, fix: str
-) -> FaultFound:
+def _mean_fault(found: list[_Unequal], lasts: set[BackwardBegun], steps: int, fix: str) -> Finding:
     first = found[0]
     smaller, larger = sorted(first.pair, key=lambda event: event.terms)
     factor = max(each.factor for each in found)
     of_ranks = {each.rank for each in found}
     ranks = sorted(rank for rank in of_ranks if rank is not None) if None not in of_ranks else ()
-    return FaultFound(
+    return Finding(
         what=f"a mean over {smaller.terms:g} terms has the same weight as one over "
         f"{larger.terms:g}.",
         at=first.pair[0].at,

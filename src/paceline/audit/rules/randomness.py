@@ -18,7 +18,7 @@ from paceline.audit.events import (
     SeedSet,
 )
 from paceline.audit.evidence import Pass, RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
 # So many forwards with equal noise are a fault.
@@ -31,7 +31,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
     """Each epoch has the order of the first: `sampler.set_epoch` was not called."""
     log = case.ranks[0]
     judged = one_pass = False
-    found: list[FaultFound] = []
+    found: list[Finding] = []
     for name in log.training_loaders:
         loader = log.loaders[name]
         sampler = loader.sharding
@@ -66,7 +66,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
     return NoFault("no sampler of the training data needs the epoch.")
 
 
-def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
+def _other_epoch_on_a_rank(case: Case, name: str) -> Finding | None:
     """In one pass, the samplers of the ranks have different epochs."""
     passes = [_training_passes(log, name) if name in log.loaders else [] for log in case.ranks]
     for number, of_ranks in enumerate(zip(*passes, strict=False), 1):
@@ -74,7 +74,7 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
         shown = ", ".join("none" if epoch < 0 else str(epoch) for epoch in epochs)
         if len(set(epochs)) > 1:
             ranks = [rank for rank, epoch in enumerate(epochs) if epoch != max(epochs)]
-            return FaultFound(
+            return Finding(
                 what=f"in pass {number}, the samplers of the ranks have different epochs: {shown}.",
                 at=of_ranks[ranks[0]].begin.at,
                 ranks=ranks,
@@ -91,11 +91,11 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
 
 def _same_epoch(
     loader: LoaderSeen, before: PassBegun, after: PassBegun, *, has_epoch: bool
-) -> FaultFound:
+) -> Finding:
     passes = f"passes {before.pass_number + 1} and {after.pass_number + 1}"
     if before.loader != after.loader:
         passes = "two passes over the sampler"
-    return FaultFound(
+    return Finding(
         what="every epoch has the same order"
         + (f": the sampler's epoch stays {after.epoch}." if has_epoch else "."),
         at=after.at,
@@ -164,7 +164,7 @@ def same_augmentation(case: Case) -> Judgement:
                 "the ranks load the same batches, and each trains on its own part of them."
             )
         if same:
-            return FaultFound(
+            return Finding(
                 what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",
                 at=case.ranks[0].loaders[first.loader].at,
                 ranks=sorted({one[0], other[0]}),
@@ -277,7 +277,7 @@ def same_noise(case: Case) -> Judgement:
         fix = noise.fix
         if len(same) < count:
             fix = "do not give all ranks one seed, or the random state of one rank, during the training."
-        return FaultFound(
+        return Finding(
             what=f"{name_ranks(ranks, case.world_size)} {noise.what}.",
             at=same[0].at,
             ranks=ranks,

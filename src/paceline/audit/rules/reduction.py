@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.events import BackwardBegun, ForwardEnded, NotReduced, OptimizerStepBegun
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault
 
 
 def no_sync_around_backward(case: Case) -> Judgement:
@@ -18,7 +18,7 @@ def no_sync_around_backward(case: Case) -> Judgement:
             late += [event] if event.sync and not any(event.sync) else []
     if not late:
         return NoFault("no backward under `no_sync` had its forward outside of it.")
-    return FaultFound(
+    return Finding(
         what="`no_sync` is around the backward only, so every micro-batch reduces the gradients.",
         at=late[0].at,
         step=late[0].steps_done + 1,
@@ -45,7 +45,7 @@ def added_parameter(case: Case) -> Judgement:
     if first.frozen:
         what = f"{first.name} was frozen when DDP was built, and is trained now."
         fix = "wrap the model again after unfreezing it."
-    return FaultFound(
+    return Finding(
         what=what,
         at=first.at,
         step=first.steps_done + 1,

@@ -109,23 +109,23 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultFound:
-    """A fault with its evidence."""
+class Finding:
+    """A fault or a note, with its evidence."""
 
-    what: str  # the fault, one sentence
+    what: str  # one sentence
     at: str  # the line of the script
     why: str
     fix: str
     evidence: str
-    effect: str  # how large the fault is, with a number
-    # The first optimizer step with wrong results, from 1; None if the fault is in no single step.
+    effect: str  # how large it is, with a number
+    # The first optimizer step with wrong results, from 1; None if it is in no single step.
     step: int | None = None
     ranks: Sequence[int] = ()  # the ranks that behave wrongly; empty for all ranks
     # Whether it is a note, not a fault: the effect is small, or it may be a choice.
     is_note: bool = False
 
     def facts(self, world_size: int) -> dict[str, Any]:
-        """The fault as JSON."""
+        """The finding as JSON."""
         return asdict(self) | {"ranks": list(self.ranks or range(world_size))}
 
 
@@ -138,7 +138,7 @@ class NoFault:
 
 @dataclass(frozen=True)
 class NotJudged:
-    """The rule could not judge the script."""
+    """The rule cannot judge the script."""
 
     why: str
     # Whether the script cannot be called sound for this reason: the rule saw a difference between runs or
@@ -146,7 +146,7 @@ class NotJudged:
     is_open: bool = False
 
 
-Judgement = FaultFound | NoFault | NotJudged
+Judgement = Finding | NoFault | NotJudged
 
 
 @dataclass(frozen=True)

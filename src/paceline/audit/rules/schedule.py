@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.audit.events import OptimizerStepBegun, ScheduleStepped, TrainingContinues
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 Array = NDArray[Any]
 
@@ -70,7 +70,7 @@ def fast_schedule(case: Case) -> Judgement:
         )
     part, how = (f"{count} times", "fast") if is_fast else (f"1/{count} of", "slowly")
     why, fix = _cause_of_fast(case, solo_steps_per_step) if is_fast else _cause_of_slow(count)
-    return FaultFound(
+    return Finding(
         at=_place(log),
         step=1,
         what=f"the schedule runs {count} times too {how}.",
@@ -156,7 +156,7 @@ def unfinished_schedule(case: Case) -> Judgement:
     is_cut = 1 / _MORE_CALLS < share < _MORE_CALLS and is_same
     if not is_cut or others[-1] < _NOT_END * max(others):
         return NoFault("the schedule of one process is not cut off before its end.")
-    return FaultFound(
+    return Finding(
         what="the schedule does not reach its end.",
         at=_place(log),
         step=len(others),
@@ -179,7 +179,7 @@ def schedule_of_rank(case: Case) -> Judgement:
         least, most = min(metrics), max(metrics)
         if not all(map(math.isfinite, metrics)) or math.isclose(least, most, rel_tol=_SAME_METRIC):
             continue
-        return FaultFound(
+        return Finding(
             what="ReduceLROnPlateau gets a different metric on each rank.",
             at=events[0].at,
             step=events[0].steps_done or None,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.audit.events import BatchGiven, LoaderSeen, SeedSet
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 # The padding of a sampler causes a smaller share of common samples.
 _OVERLAP = 0.1
@@ -37,8 +37,8 @@ def whole_dataset(case: Case) -> Judgement:
         judgement = _inputs_of_models(case)
     elif isinstance(judgement, NotJudged) and not all(log.fetches for log in case.ranks):
         by_inputs = _inputs_of_models(case)
-        judgement = by_inputs if isinstance(by_inputs, FaultFound) else judgement
-    if not isinstance(judgement, FaultFound):
+        judgement = by_inputs if isinstance(by_inputs, Finding) else judgement
+    if not isinstance(judgement, Finding):
         return judgement
     if case.divides_equal_batches:
         return NoFault("each rank gives the model its own part of each batch.")
@@ -67,7 +67,7 @@ def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
                 figures.append(judgement.evidence)
             elif shards not in (None, in_shards):
                 figures.append("the samples of a loader are judged by another rule")
-            elif isinstance(judgement, FaultFound):
+            elif isinstance(judgement, Finding):
                 return judgement
             else:
                 not_judged = not_judged or judgement
@@ -118,8 +118,8 @@ class _Overlap:
     def no_fault(self) -> NoFault:
         return NoFault(f"{self.seen} samples of {self.world_size} ranks, {self.common} in common")
 
-    def fault(self, *, what: str, at: str, why: str, fix: str, effect: str = "") -> FaultFound:
-        return FaultFound(
+    def fault(self, *, what: str, at: str, why: str, fix: str, effect: str = "") -> Finding:
+        return Finding(
             what=what,
             at=at,
             why=why,
@@ -164,7 +164,7 @@ def _gives_shards(case: Case, name: str, samples: list[list[Any]]) -> bool:
     return all(_is_sharded(each, case.world_size) for each in loaders) or _reads_a_part(case, name)
 
 
-def _fault_of_shards(loaders: list[LoaderSeen], overlap: _Overlap) -> FaultFound | None:
+def _fault_of_shards(loaders: list[LoaderSeen], overlap: _Overlap) -> Finding | None:
     """The fault if the shards of the first pass were cut from different orders of the samples."""
     samplers = [each.sharding for each in loaders]
     seeds = [each.get("seed") for each in samplers]
@@ -218,7 +218,7 @@ def _judge_whole(loaders: list[LoaderSeen], overlap: _Overlap) -> Judgement:
     return overlap.no_fault()
 
 
-def _fault_of_later_pass(case: Case, name: str) -> FaultFound | None:
+def _fault_of_later_pass(case: Case, name: str) -> Finding | None:
     """The fault in the first pass after the first one in which ranks share samples.
 
     Only passes that all ranks read to their end, and in which one process reads no sample twice.
@@ -237,7 +237,7 @@ def _fault_of_later_pass(case: Case, name: str) -> FaultFound | None:
         if not read_once or not _is_large(shared, len(seen), case.world_size):
             continue
         begin = next(each.begin for each in passes[1:] if each)
-        return FaultFound(
+        return Finding(
             what="the ranks' shards overlap in a later pass.",
             at=case.ranks[0].loaders[name].at,
             step=begin.steps_done + 1,
@@ -297,7 +297,7 @@ def different_datasets(case: Case) -> Judgement:
         differing = [i for i in shared if len({own[i] for own in samples if own and i in own}) > 1]
         compared += len(shared)
         fault = partial(
-            FaultFound,
+            Finding,
             at=case.ranks[0].loaders[name].at,
             why="the sampler gives each index to one rank. If the ranks number, select or normalise the "
             "samples in different ways, some samples are never used, or are used with other values.",
@@ -430,7 +430,7 @@ def _inputs_of_models(case: Case) -> Judgement:
     common = set.intersection(*sets)
     shifted = judged >= _MIN_FORWARDS and len(common) >= _WHOLE * max(map(len, sets))
     if (same or shifted) and len(common) > _MIN_COMMON:
-        return FaultFound(
+        return Finding(
             what="every rank trains on the same samples.",
             at=case.ranks[0].training_forwards[0].at,
             step=1,

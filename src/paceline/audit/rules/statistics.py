@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.audit.events import DDPBuilt, Event, ForwardEnded, RankEnded, TrainingContinues
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.audit.rules.states import differing, first_difference
 
 
@@ -59,7 +59,7 @@ def different_buffers(case: Case) -> Judgement:
         )
     point, names = found
     first = uses[0][point]
-    return FaultFound(
+    return Finding(
         what=f"{names[0]} differs between ranks when {when}.",
         at=first.at,
         step=first.steps_done + (when == "training"),
@@ -94,7 +94,7 @@ def different_untrained_models(case: Case) -> Judgement:
         point, names = found
         first = uses[0][point]
         use = "evaluate" if first.evaluation else "train with"
-        return FaultFound(
+        return Finding(
             what=f"the ranks {use} a model with different weights: {names[0]}.",
             at=first.at,
             step=first.steps_done or None,

@@ -18,7 +18,7 @@ from paceline.audit.events import (
     Unscaled,
 )
 from paceline.audit.evidence import RankLog, Update, UpdateCall
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, outliers
 from paceline.errors import name_ranks
 
 # Norms of equal gradients may differ by rounding.
@@ -51,7 +51,7 @@ def clip_before_unscale(case: Case) -> Judgement:
     logs = [log for run in (case.ordinary, case.solo) for log in run.ranks]
     for update, event in chain.from_iterable(map(_clips_with_scale, logs)):
         scale, norm = event.scale, event.norm
-        return FaultFound(
+        return Finding(
             what="gradients are clipped before they are unscaled.",
             at=event.at,
             step=update.step,
@@ -110,7 +110,7 @@ def clip_before_reduction(case: Case) -> Judgement:
         if all(norm <= bound for norm, bound in zip(norms, bounds, strict=True)):
             continue  # nothing was clipped
         if all(own == used[0] for own in used):
-            return FaultFound(
+            return Finding(
                 what="each rank clips its own gradients before they are reduced.",
                 at=event.at,
                 step=update.step,
@@ -142,7 +142,7 @@ def clip_of_shard(case: Case) -> Judgement:
         return NoFault(f"in {len(shared)} steps, all ranks scaled their shards by the same factor.")
     step, own = differing[0], factors[differing[0]]
     event = case.ranks[0].optimizer_steps(step)[0]
-    return FaultFound(
+    return Finding(
         what="each rank scales its shards of the gradient by a different factor.",
         at=event.at,
         step=step,
@@ -186,7 +186,7 @@ def update_on_one_rank(case: Case) -> Judgement:
         what, ranks, kind = _difference(kinds)
         calls = [call for update in updates for call in update.calls]
         step = min(update.step for update in updates)
-        return FaultFound(
+        return Finding(
             what=f"in step {step} the ranks do different things: {what}.",
             at=next(call.at for call in calls if kind in (type(call), None)),
             ranks=ranks or minority,

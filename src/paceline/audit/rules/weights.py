@@ -12,12 +12,12 @@ from paceline.audit.events import (
     full_name,
 )
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, outliers
 from paceline.audit.rules.states import Mismatch, weights_of
 from paceline.errors import name_ranks
 
 
-def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> FaultFound:
+def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> Finding:
     """The fault with these facts; `remark` ends its evidence."""
     name, step, last = mismatch.names[0], mismatch.step, mismatch.last_seen
     when = "before" if mismatch.outside else "after"
@@ -25,7 +25,7 @@ def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> FaultFound:
     if mismatch.outside and last:
         evidence = f"equal on all ranks after step {last.step}, different before step {step}"
     effect = f"{len(mismatch.names)} parameters differ between ranks from step {step} on"
-    return FaultFound(step=step, evidence=evidence + remark, effect=effect, **facts)
+    return Finding(step=step, evidence=evidence + remark, effect=effect, **facts)
 
 
 def no_sync_on_last(case: Case) -> Judgement:

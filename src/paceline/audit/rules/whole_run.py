@@ -16,7 +16,7 @@ from paceline.audit.events import (
     TrainingContinues,
 )
 from paceline.audit.evidence import RankLog, Run
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 # Up to this share of the samples may be used more or less often: padding, and samples that a pass leaves out.
 _FEW = 0.05
@@ -71,7 +71,7 @@ def uneven_use(case: Case) -> Judgement:
     if share <= _FEW:
         return NoFault(f"each sample was used {_as_text(uses, slack)}.")
     least, most = min(total[i] for i in solo), max(total.values())
-    return FaultFound(
+    return Finding(
         what="the ranks together do not use all samples equally often.",
         at=_place(case),
         why="some samples are skipped and others repeated. Often a position or a length that counts the "
@@ -97,7 +97,7 @@ def _never_used(case: Case, solo: Counter[Any], total: Counter[Any]) -> Judgemen
     is_known = len(often) >= _FEW_OFTEN and total.total() >= solo.total()
     if not is_known or len(never) <= _NEVER * len(often):
         return NotJudged("one process does not use each sample equally often either.")
-    return FaultFound(
+    return Finding(
         what="the ranks together never use many samples that one process uses often.",
         at=_place(case),
         why="each rank draws samples at random. Often it draws positions in its own part, and uses them as "
@@ -189,7 +189,7 @@ def learns_less(case: Case) -> Judgement:
         why = "the loss uses gathered values. Often their order is not that of the labels, or the gather "
         why += "passes no gradient to the other ranks."
         fix = "compare the order of the gathered values with that of the labels."
-    return FaultFound(
+    return Finding(
         what="the loss does not fall as it does on one process.",
         at=(gather or run.ranks[0].first_backward).at,
         why=f"weights, samples and learning rates were those of one process: {why}",
