@@ -7,7 +7,7 @@ DEMO   := $(VENV)/.demo
 COMMANDS := run verify top report profile doctor explain ckpt job init completion
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check docs test test-ci test-slow test-all bench bench-all clean
+.PHONY: help setup demo check docs test test-ci test-slow test-all test-gpu bench bench-all clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-ci   further cases, which CI runs too (about 10 minutes)"
 	@echo "make test-slow the exhaustive matrices (about an hour)"
 	@echo "make test-all  all three"
+	@echo "make test-gpu  tests that need a GPU; the others do not use it"
 	@echo "make bench     measure speed against hand-written loops and other frameworks"
 	@echo "make bench-all that, and checkpoints, restarts, verdicts (hours)"
 	@echo "make clean     remove .venv, runs and caches"
@@ -65,6 +66,9 @@ test-slow: $(STAMP)
 
 test-all: test test-ci test-slow
 
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/gpu
+
 bench bench-all: export BENCHMARK_RESULTS = benchmarks/results
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
@@ -82,6 +86,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/clock.py
+	$(BIN)/python benchmarks/gpu.py
 
 bench-all: bench
 	$(BIN)/python benchmarks/reproducible.py

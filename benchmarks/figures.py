@@ -23,6 +23,7 @@ SIDES = {
     "ddp": "the same loop, `paceline.ddp`",
     "paceline": "Paceline",
     "alone": "alone",
+    "no save": "no save",
     "accelerate": "Accelerate",
     "fabric": "Lightning Fabric",
     "trainer": "Lightning Trainer",
@@ -84,6 +85,19 @@ TABLES: dict[str, dict[str, Cell]] = {
         "side": side,
         "step": time("step_us"),
         "ratio to the plain loop": ratio("ratio", "ratio_spread", 3),
+    },
+    "gpu": {
+        "workload": plain("workload"),
+        "side": side,
+        "step": time("step_ms", 1e3),
+        "ratio to the plain loop": ratio("ratio", "ratio_spread"),
+    },
+    "checkpoint_gpu": {
+        "side": lambda row: SIDES.get(row["side"], f"`{row['side']}`"),
+        "the save stops training for": lambda row: (
+            "-" if row["side"] == "no save" else duration(1e3 * row["stall_ms"])
+        ),
+        "later steps": ratio("later_steps", "later_steps_spread"),
     },
     "clock": {
         "ranks": plain("ranks"),
@@ -194,6 +208,8 @@ def table(name: str) -> str:
     facts = [about["date"], machine, f"{about['cores']} cores", f"torch {about['torch']}"]
     if isinstance(about.get("load"), list):
         facts.append(f"load {about['load'][0]}")
+    if "gpu" in about:
+        facts.insert(1, about["gpu"])
     if "rounds" in about:
         facts.append(f"{about['rounds']} rounds")
     return "\n".join([*lines, "", f"Measured: {', '.join(facts)}."])

@@ -17,8 +17,16 @@ import torch
 import torch.distributed as dist
 
 SHM = Path("/dev/shm")
+GPU_TESTS = Path(__file__).with_name("gpu")
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest; torch's compiler
 _OWNED = re.compile(r"(?:torch_|paceline-)(\d+)[_-]")  # with the pid of the process that made it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of this host, which ranks would use, unless only `tests/gpu` runs."""
+    paths = [Path(word.split("::")[0]).resolve() for word in config.args]
+    if not all(path.is_relative_to(GPU_TESTS) for path in paths):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _children() -> set[int]:

@@ -12,7 +12,7 @@ import pytest
 from launching import finish, start
 
 from paceline.clock.record import read_record
-from paceline.profile.merge import RankProfile, overlap
+from paceline.profile.merge import RankProfile, overlap, summary
 
 SCRIPT = """
 import torch, paceline
@@ -168,6 +168,19 @@ def test_half_of_the_communication_is_hidden() -> None:
     assert computing_s == pytest.approx(40e-6)
     assert communication_s == pytest.approx(40e-6)
     assert hidden == pytest.approx(0.5)
+
+
+def test_operations_are_sorted_by_their_time_on_the_gpu_if_there_is_one() -> None:
+    totals = {"aten::mm": (1e-3, 8e-3, 2), "aten::empty": (5e-3, 0.0, 4)}
+    profile = RankProfile(
+        rank=0, steps=2, events=[_event("aten::mm", 40, 80)], names=[], totals=totals
+    )
+    lines = summary([profile])
+    assert lines[1].split() == ["ms", "of", "a", "step", "on", "the", "host", "calls", "operation"]
+    assert [line.split() for line in lines[2:4]] == [
+        ["4.000", "0.500", "1.0", "aten::mm"],
+        ["0.000", "2.500", "2.0", "aten::empty"],
+    ]
 
 
 UNMODIFIED = """

@@ -311,7 +311,7 @@ def test_the_hook_of_the_script_and_the_launcher_both_get_the_error(tmp_path: Pa
     assert "paceline: rank 1 of 2 failed: OSError: disk is gone" in done.err
 
 
-# Short sleeps: Python calls the handler of a signal that comes just before a sleep begins only after the sleep.
+# Short sleeps: Python handles a signal that comes just before a sleep begins only after that sleep.
 WAITS = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "600"])

@@ -903,3 +903,38 @@ def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
     script.join()
     assert timers[-1] == "script"
     os.close(fd)
+
+
+def test_a_gpu_that_has_not_reached_a_collective_is_busy() -> None:
+    queued = rank(1, call(4106, completed=True), call(queued=True), busy=True)
+    found = verdict(*waiting(0, 2, 3), queued)
+    assert not found.alarm
+    assert found.culprits == (1,)
+    assert found.text.splitlines()[1:] == [
+        "         rank 1 (host b, pid 811) has not entered it: step() at train.py:57, and its GPU still "
+        "computes, busy",
+        "why:  the GPU of rank 1 computes what was issued before the collective.",
+        "fix:  nothing, if this may take so long; otherwise check this code.",
+    ]
+    all_queued = [rank(number, call(queued=True), busy=True) for number in range(4)]
+    assert diagnose(all_queued, 4, 10.0) is None
+
+
+def test_a_collective_behind_one_that_does_not_end_is_not_reached_either() -> None:
+    blocked = [
+        rank(number, call(3, group="4", members=(0, 1)), call(queued=True), busy=True)
+        for number in (0, 1)
+    ]
+    found = verdict(*blocked, *waiting(2, 3))
+    assert "all_reduce #3" in found.text
+
+
+def test_entries_that_the_gpu_has_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [entry(state="scheduled"), entry(state="started")]
+    monkeypatch.setattr(flight_recorder, "_dumps", lambda entries: [("nccl", {"entries": each})])
+    each = entries
+    for value, queued in (("1", [True, False]), ("0", [False, False])):
+        monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", value)
+        kept = flight_recorder.table()["entries"]
+        assert [one["queued"] for one in kept] == queued
+        assert [one.queued for one in read_calls(kept, {}, NOW)] == queued

@@ -360,7 +360,8 @@ class HangWatch:
             host=host,
             pid=pid,
             state=activity.state,
-            busy=activity.busy(self._window_s),
+            busy=activity.busy(self._window_s)
+            or any(call.queued for call in reported.get("calls", ())),
             idle_s=now - activity.progress_at,
             holds_gil=bool(dump),
             in_unreported_collective=not answered

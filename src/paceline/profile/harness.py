@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -88,13 +89,16 @@ class Recorder:
             return
         rank = int(os.environ["RANK"])
         recorder.export_chrome_trace(str(self._folder / f"trace-{rank}.json"))
+        # Of operations of the host, with the time of the kernels that they have started.
         totals = [
             [
                 event.key,
-                (event.self_device_time_total or event.self_cpu_time_total) / 1e6,
+                event.self_cpu_time_total / 1e6,
+                event.self_device_time_total / 1e6,
                 event.count,
             ]
             for event in recorder.key_averages()
+            if event.device_type == DeviceType.CPU
         ]
         facts = {
             "rank": rank,

@@ -31,14 +31,15 @@ class RankProfile:
         steps: Number of steps.
         events: Complete events of the trace; `ts` and `dur` in microseconds since the epoch.
         names: Events that name processes and threads.
-        totals: By operation: seconds without those of the operations that it calls, and the number of calls.
+        totals: By operation: seconds on the host and on the GPU, without those of the operations that it
+            calls, and the number of calls.
     """
 
     rank: int
     steps: int
     events: list[Event]
     names: list[Event]
-    totals: dict[str, tuple[float, int]]
+    totals: dict[str, tuple[float, float, int]]
 
 
 def read_profiles(folder: Path) -> list[RankProfile]:
@@ -59,7 +60,7 @@ def read_profiles(folder: Path) -> list[RankProfile]:
                 steps=facts["steps"],
                 events=[e for e in events if e.get("ph") == "X"],
                 names=[e for e in events if e.get("ph") == "M"],
-                totals={name: (seconds, count) for name, seconds, count in facts["totals"]},
+                totals={name: tuple(numbers) for name, *numbers in facts["totals"]},
             )
         )
     if not found:
@@ -93,18 +94,24 @@ def write_trace(trace: dict[str, Any], path: Path) -> None:
 
 def summary(ranks: Sequence[RankProfile]) -> list[str]:
     """The costliest operations, and how much of the communication is hidden, as lines of text."""
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for each in ranks:
-        for name, (seconds, count) in each.totals.items():
-            totals[name][0] += seconds / each.steps / len(ranks)
-            totals[name][1] += count / each.steps / len(ranks)
-    costly = sorted(totals.items(), key=lambda item: -item[1][0])[:_LISTED]
+        for name, numbers in each.totals.items():
+            for column, number in enumerate(numbers):
+                totals[name][column] += number / each.steps / len(ranks)
+    on_gpu = any(gpu_s for _, gpu_s, _ in totals.values())
+    costly = sorted(totals.items(), key=lambda item: -item[1][1 if on_gpu else 0])[:_LISTED]
+    where = " on the GPU" if on_gpu else ""
     lines = [
-        f"{ranks[0].steps} steps on {len(ranks)} ranks. The {len(costly)} costliest operations, each without "
-        "those that it calls, mean over ranks:",
+        f"{ranks[0].steps} steps on {len(ranks)} ranks. The {len(costly)} costliest operations{where}, each "
+        "without those that it calls, mean over ranks:",
         f"{'ms of a step':>14}{'calls':>9}  operation",
     ]
-    lines += [f"{1e3 * s:>14.3f}{calls:>9.1f}  {name}" for name, (s, calls) in costly]
+    if on_gpu:
+        lines[-1] = f"{'ms of a step':>14}{'on the host':>13}{'calls':>9}  operation"
+    for name, (host_s, gpu_s, calls) in costly:
+        times = f"{1e3 * gpu_s:>14.3f}{1e3 * host_s:>13.3f}" if on_gpu else f"{1e3 * host_s:>14.3f}"
+        lines.append(f"{times}{calls:>9.1f}  {name}")
     lines += ["", f"{'rank':>6}{'step ms':>10}{'computing':>11}{'communicating':>15}{'hidden':>8}"]
     for each in ranks:
         step_s, busy_s, communication_s, hidden = overlap(each)

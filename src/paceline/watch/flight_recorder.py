@@ -9,6 +9,7 @@ there are no entries; `table` names those that are missing.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import sys
 import time
@@ -25,7 +26,7 @@ _LAST = "torch.distributed.destroy_process_group"
 _OF_MESH = "mesh_"
 _KEYS = (
     *("profiling_name", "group", "backend", "collective_seq_id", "is_p2p", "input_sizes"),
-    *("input_dtypes", "state", "retired", "time_created_ns"),
+    *("input_dtypes", "state", "retired", "time_created_ns", "queued"),
 )
 
 
@@ -100,9 +101,16 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """All entries, with `group` and `backend`; each backend of a group has its own numbers."""
+    """All entries, with `group` and `backend`; each backend of a group has its own numbers.
+
+    `queued` tells whether the GPU has not reached the collective yet, because it computes what was issued
+    before. NCCL records that with TORCH_NCCL_ENABLE_TIMING, which `paceline run` sets.
+    """
+    timed = os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
     return [
-        entry | {"group": entry["process_group"][0], "backend": backend}
+        entry
+        | {"group": entry["process_group"][0], "backend": backend}
+        | {"queued": timed and backend == "nccl" and entry["state"] == "scheduled"}
         for backend, dump in _dumps(entries=True)
         for entry in dump.get("entries", ())
         if entry["process_group"][0]  # the Gloo group in a `ShmGroup` has no name

@@ -327,6 +327,8 @@ def _activity(state: RankState) -> str:
         text += f", waiting for a loader worker{_workers(state)}"
     if state.holds_gil:
         text += ", holding the GIL"
+    if state.gpu_computes:
+        text += ", and its GPU still computes"
     return text + (", busy" if state.busy else "")
 
 
@@ -348,6 +350,8 @@ def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> t
     if all(state.busy for state in absent):
         if first.holds_gil:
             why = f"native code of {who} holds the GIL, so no other Python thread runs."
+        elif first.gpu_computes:
+            why = f"the GPU of {who} computes what was issued before the collective."
         else:
             why = f"{who} is evaluating, compiling, saving or loading, or is in an endless loop."
         return why, "nothing, if this may take so long; otherwise check this code."

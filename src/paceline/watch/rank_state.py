@@ -51,6 +51,7 @@ class Call:
         tensor_text: Type and shape of its tensor, such as `f32[3,4]`.
         since_s: Seconds since it was entered.
         completed: Whether it has ended.
+        queued: Whether the rank's GPU has not reached it: it computes what was issued before.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Call:
     tensor_text: str = ""
     since_s: float = 0.0
     completed: bool = False
+    queued: bool = False
 
     @property
     def group_and_backend(self) -> str:
@@ -120,7 +122,7 @@ class RankState:
     Args:
         state: The state of its process, as in /proc; empty if it has ended.
         returncode: None while it runs.
-        busy: Whether it uses the CPU, reads or writes, or is at another place each time.
+        busy: Whether it uses the CPU, reads or writes, is at another place each time, or its GPU computes.
         idle_s: Seconds since it last entered or left a collective.
         holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
         in_unreported_collective: Whether it is in a collective that it did not report.
@@ -156,13 +158,21 @@ class RankState:
     kernel_function: str = ""
 
     def has_entered(self, call: Call) -> bool:
-        """Whether it has entered this collective of another rank."""
+        """Whether it, and its GPU, have entered this collective of another rank."""
+        same = [c for c in self.calls if c.group_and_backend == call.group_and_backend]
+        if any(own.queued and own.number <= call.number for own in same):
+            return False
         return self.last_numbers.get(call.group_and_backend, 0) >= call.number
 
     @property
     def open_call(self) -> Call | None:
-        """The oldest collective that is not completed."""
-        return next((call for call in self.calls if not call.completed), None)
+        """The oldest collective that is not completed, and that its GPU has reached."""
+        return next((call for call in self.calls if not (call.completed or call.queued)), None)
+
+    @property
+    def gpu_computes(self) -> bool:
+        """Whether its GPU computes what was issued before a collective."""
+        return any(call.queued for call in self.calls)
 
 
 def read_calls(
@@ -189,6 +199,7 @@ def read_calls(
             tensor_text=_tensor_text(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
             completed=bool(entry["retired"]) or entry.get("state") == "completed",
+            queued=bool(entry.get("queued")),
         )
         for entry in entries
         if not entry.get("is_p2p")

@@ -187,7 +187,9 @@ class _Comparison:
             same = slice(index, index + 1)
             of_ranks = [r for evaluation in self.ranks for r in evaluation.metric_calls[same]]
             for k, value in enumerate(first.results):
-                expected = [r.results[k] for r in self.solo.metric_calls[same] if len(r.results) > k]
+                expected = [
+                    r.results[k] for r in self.solo.metric_calls[same] if len(r.results) > k
+                ]
                 if self.only_ranks_reduce:
                     expected = taken or [math.nan]
                 is_mean = first.call.reduce == "AVG"
