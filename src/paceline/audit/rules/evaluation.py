@@ -17,19 +17,20 @@ from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudg
 
 # Equal values of a metric differ by rounding only.
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
-# Up to this number, float32 holds every integer.
+# Up to this number, float32 holds every integer; larger sums are whole numbers, rounded.
 _MAX_COUNT = 2**24
 # Samples that count twice are a note up to this share: a metric with three digits hardly shows them.
+# A quarter changes broken/04_two_validation_sets and sound/30_metric_gathered_with_counts.
 _SMALL_SHARE = 1e-3
-# A share of samples, or a mean, that changes by less is equal.
+# A share of samples, or a mean, that changes by less is equal. See broken/04_gathered_with_surplus.
 _LEAST_CHANGE = 1e-6
 # A number of samples that was computed in float32 differs by less from an integer.
+# See broken/04_gathered_with_surplus.
 _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
 # See broken/65_gathered_with_labels.
 _LARGE_CHANGE = 0.05
-
-# A smaller value for each sample is no score: it may be a time.
+# A smaller value for each sample is no score: it may be a time. See broken/67_normalised.
 _LEAST_SCORE = 0.05
 
 

@@ -24,16 +24,20 @@ from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
+# Four times as much changes broken/89_penalty and sound/69_tokens_weighted.
 _EQUAL = 0.02
 # A ratio whose relative distance to N or 1/N is smaller counts as that factor, and so does a learning rate.
+# See broken/05_closure.
 _NEAR_FACTOR = 0.05
 # On the same samples, a gradient that differs by a larger part is not that of one process.
+# See broken/05_gradient_of_one_layer.
 _DIFFERENT = 0.05
 # With dropout or BatchNorm, the gradient of the parts of a batch differs from that of the whole by less.
 _NOISE_OF_PARTS = 0.25
-# Below this cosine the two gradients differ by more than a factor.
+# Below this cosine the two gradients differ by more than a factor. See broken/05_closure.
 _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of another one, if it has enough values to tell.
+# A quarter changes broken/18_checkpoint_on_rank0 and broken/89_penalty.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
 # Gradients with a smaller part of the norm of the whole one may be rounding alone (broken/89_penalty).
@@ -46,10 +50,11 @@ _SAME_LOSS = 1e-3
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 # See sound/53_tokens_149_and_150.
 _SAME_TOTAL = 0.1
-# Weights of samples that differ by less are a note.
+# Weights of samples that differ by less are a note. Four times as much changes broken/06_mean_of_means.
 _SMALL_FACTOR = 1.01
 # The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
-# See sound/69_tokens_weighted.
+# See sound/69_tokens_weighted. A quarter changes sound/55_sequence_first, four times as much
+# broken/23_tokens_sum_and_count.
 _SMALL_CHANCE = 1.5
 
 

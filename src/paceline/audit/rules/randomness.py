@@ -21,9 +21,10 @@ from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
-# So many forwards with equal noise are a fault.
+# So many forwards with equal noise are a fault. See broken/11_gan_noise.
 _FORWARDS = 3
-# More numbers than this for each sample of a batch are noise (broken/11_noise_before_forward).
+# More numbers than this for each sample of a batch are noise.
+# Four times as many change broken/11_noise_before_forward.
 _DRAWS_PER_SAMPLE = 2
 
 

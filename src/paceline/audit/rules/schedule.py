@@ -15,16 +15,20 @@ from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudg
 Array = NDArray[Any]
 
 # Rates between two steps are interpolated linearly, so equal rates differ by up to this part.
+# See broken/13_hand_schedule.
 _SAME_RATE = 0.02
 # Metrics that differ by less differ by rounding (broken/70_plateau).
 _SAME_METRIC = 1e-6
-# A fault needs at least this many steps with an unexpected rate,
+# A fault needs at least this many steps with an unexpected rate (four times as many change
+# broken/13_schedule_too_fast),
 _MIN_STEPS = 3
-# and this part of them must have the rate of the wrong speed.
+# and this part of them must have the rate of the wrong speed. See broken/13_lambda_budget.
 _MIN_SHARE = 0.8
 # A fault needs at least this many times the calls per update of one process.
+# See broken/13_schedule_of_all_batches; a quarter changes broken/73_one_cycle.
 _MORE_CALLS = 1.5
 # The end of a schedule has less than the first part of the largest rate; above the second it is not reached.
+# See broken/73_one_cycle, also for the next one.
 _END, _NOT_END = 0.01, 0.1
 # After three quarters of a schedule that ends with the training, the rate is above this part.
 _STILL = 0.05

@@ -13,13 +13,15 @@ from paceline.audit.events import BatchGiven, LoaderSeen, SeedSet
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
-# The padding of a sampler causes a smaller share of common samples.
+# The padding of a sampler causes a smaller share of common samples. See broken/03_stream_overlaps.
 _OVERLAP = 0.1
 # Ranks that read the same stream have at least this share of their samples in common.
+# A quarter changes broken/03_stream_overlaps.
 _WHOLE = 0.9
-# Fewer common samples may be due to chance or to padding.
+# Fewer common samples may be due to chance or to padding. See broken/02_many_samples.
 _MIN_COMMON = 3
 # A loop without loaders is judged only if each rank ran at least this many forwards.
+# See broken/85_spawned_workers.
 _MIN_FORWARDS = 3
 # Values of one sample that differ by less differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)

@@ -24,9 +24,10 @@ from paceline.errors import name_ranks
 # Norms of equal gradients may differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)
 # A bound of at least this part of the loss scale is one for gradients with the scale.
-# See sound/97_clipped_samples.
+# See sound/97_clipped_samples and broken/14_clip_before_unscale.
 _SCALED_BOUND = 0.01
 # Factors of shards that differ by less are equal; and a fault differs in so many steps.
+# See broken/75_clipped_shards.
 _SAME_FACTOR, _MIN_STEPS = 0.02, 3
 _WORDS: dict[type[Event], tuple[str, str]] = {
     Clipped: ("clipped", "did not clip"),
