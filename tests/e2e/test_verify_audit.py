@@ -19,7 +19,7 @@ RULES = {
     "02": "no shards",
     "03": "shards overlap",
     "04": "evaluated twice",
-    "05": "gradient scaled or changed",
+    "05": "gradient off by a factor",
     "06": "mean of means",
     "07": "no_sync on the last micro-batch",
     "08": "no_sync around backward only",
@@ -44,18 +44,18 @@ RULES = {
     "68": "evaluated models differ",
     "69": "mean of means",
     "70": "schedule follows one rank",
-    "71": "gradient scaled or changed",
+    "71": "gradient not that of one process",
     "72": "samples used unevenly",
     "73": "schedule does not reach its end",
     "74": "learns less than one process",
     "75": "clipping of own shard",
     "79": "metric averaged per rank",
-    "81": "gradient scaled or changed",
-    "83": "gradient scaled or changed",
+    "81": "gradient off by a factor",
+    "83": "gradient off by a factor",
     "84": "weights drift apart",
     "85": "no shards",
     "86": "weights drift apart",
-    "89": "gradient differs",
+    "89": "gradient not that of one process",
     "90": "datasets differ between ranks",
     "91": "metric averaged per rank",
     "98": "samples used unevenly",
@@ -126,7 +126,7 @@ def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path
     assert code == 0
     assert "calls no torch.manual_seed" in facts["remarks"][0]
     judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["no_fault"]}
-    assert "1 times that of one process" in judged["gradient scaled or changed"]
+    assert "1 times that of one process" in judged["gradient off by a factor"]
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     assert any(line.startswith("no fault (") for line in lines)
     assert lines[-3].startswith("remark: torch.compile was turned off during verification")
     assert lines[-2].startswith("remark: the script trains on after the 20 steps that were watched")
-    assert lines[-1] == "1 fault found: gradient scaled or changed"
+    assert lines[-1] == "1 fault found: gradient off by a factor"
     assert done.returncode == 1
 
 

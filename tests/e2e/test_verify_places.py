@@ -87,7 +87,7 @@ for epoch in range(3):
         loss.backward()  # here
         opt.step()
 """,
-        ("gradient scaled or changed", 1, "multiply the loss by the number of ranks"),
+        ("gradient off by a factor", 1, "multiply the loss by the number of ranks"),
     ),
     "gathered without gradient": (
         HEAD
@@ -109,7 +109,7 @@ for epoch in range(3):
         loss.backward()
         opt.step()
 """,
-        ("gradient scaled or changed", 1, "gathered from other ranks has no gradient"),
+        ("gradient off by a factor", 1, "gathered from other ranks has no gradient"),
     ),
     "the optimizer's state": (
         HEAD

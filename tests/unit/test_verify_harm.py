@@ -55,7 +55,7 @@ from paceline.audit.rules.evaluation import evaluated_twice
 from paceline.audit.rules.gradient import loss_of_rank
 from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, Rule
-from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.schedule import schedule_speed
 from paceline.audit.rules.shards import overlapping_shards, whole_dataset
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.update import (
@@ -141,7 +141,7 @@ def _epochs(steps: int, batches: int, rates: list[float]) -> list[Event]:
 def test_a_schedule_that_is_stepped_once_an_epoch_has_no_length_to_divide() -> None:
     solo = _epochs(40, 40, [1.0, 0.5, 0.25])
     shifted = _epochs(20, 20, [1.0, 0.7, 0.4])
-    judged = fast_schedule(case(shifted, shifted, solo=solo))
+    judged = schedule_speed(case(shifted, shifted, solo=solo))
     assert not isinstance(judged, Finding)
 
 
@@ -161,7 +161,7 @@ def test_a_short_last_step_of_an_epoch_counts() -> None:
         rates = [(1 + math.cos(math.pi * s / total)) / 2 for s in range(total)]
         return _with_rates(_epochs(steps, batches, [0.0] * 12), rates)
 
-    judged = fast_schedule(case(*[decays(14, 40)] * 3, solo=decays(40, 120)))
+    judged = schedule_speed(case(*[decays(14, 40)] * 3, solo=decays(40, 120)))
     assert isinstance(judged, NoFault), judged
 
 
@@ -172,7 +172,7 @@ def test_the_speed_of_a_schedule(speed: float, found: str) -> None:
         (loader, *events) = _with_rates(_epochs(40, 40, [0.0] * 2), rates)
         return [replace(cast(LoaderSeen, loader), batch_size=batch_size), *events]
 
-    judged = fast_schedule(case(*[decays(speed, 2)] * 2, solo=decays(1, 4)))
+    judged = schedule_speed(case(*[decays(speed, 2)] * 2, solo=decays(1, 4)))
     assert isinstance(judged, Finding) == bool(found), judged
     if isinstance(judged, Finding):
         assert judged.what == f"the schedule runs 2 times too {found}."
@@ -183,7 +183,7 @@ def test_a_warm_up_to_n_times_the_rate() -> None:
         rates = [0.25 + (last - 0.25) * min(1.0, 2 * s / steps) for s in range(steps)]
         return _with_rates(_epochs(steps, steps, [0.0]), rates, last)
 
-    judged = fast_schedule(case(*[warms_up(60, 2.0)] * 2, solo=warms_up(120, 1.0)))
+    judged = schedule_speed(case(*[warms_up(60, 2.0)] * 2, solo=warms_up(120, 1.0)))
     assert isinstance(judged, NoFault), judged
 
 
@@ -192,7 +192,7 @@ def test_a_schedule_of_n_times_the_rate_with_a_warm_up_of_fixed_length() -> None
         factors = [min(s / 20, (steps - s) / (steps - 20)) for s in range(steps)]
         return _with_rates(_epochs(steps, steps, [0.0]), [lr * each for each in factors], lr)
 
-    judged = fast_schedule(case(*[decays(100, 0.1)] * 2, solo=decays(200, 0.05)))
+    judged = schedule_speed(case(*[decays(100, 0.1)] * 2, solo=decays(200, 0.05)))
     assert isinstance(judged, NoFault), judged
 
 

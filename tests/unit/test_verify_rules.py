@@ -68,10 +68,11 @@ from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
-from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
+from paceline.audit.rules.gradient import loss_of_rank, scaled_gradient
 from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
-from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
+from paceline.audit.rules.sample_weights import mean_of_means
+from paceline.audit.rules.schedule import schedule_of_rank, schedule_speed
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.weights import changed_outside, drifting_weights
@@ -799,7 +800,7 @@ def test_a_schedule_in_a_run_without_a_step() -> None:
     hung = run("ordinary", *[[replace(loader, batches=4), *events]] * 2)
     schedule = ScheduleStepped(at="t.py:2", metric=None)
     solo.ranks[0].events.append(schedule)
-    assert not isinstance(fast_schedule(Case(solo, hung)), Finding)
+    assert not isinstance(schedule_speed(Case(solo, hung)), Finding)
 
 
 def _noisy(rank: int, count: int) -> list[Event]:
@@ -1166,7 +1167,7 @@ def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
             lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (5 * step)
             events.append(OptimizerStepBegun(step=step, lrs=[lr], base=1.0, at="t.py:1"))
         runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
-    judged = fast_schedule(Case(runs[0], runs[1]))
+    judged = schedule_speed(Case(runs[0], runs[1]))
     assert isinstance(judged, NotJudged)
     assert judged.is_open
 

@@ -12,6 +12,7 @@ from paceline.audit.evidence import RankLog, Run
 from paceline.audit.refusals import Refused
 from paceline.audit.rules.rule import Case, Finding, Judgement
 from paceline.audit.run_plan import RunPlan
+from paceline.errors import ConfigError
 from paceline.verify import session
 from paceline.verify.session import VerifyOptions, _timeout_s
 
@@ -69,3 +70,24 @@ def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
         "remark: with 3 processes it could not be verified: at most 2 processes",
         "1 fault found: a rule",
     ]
+
+
+def test_what_the_runs_recorded_is_kept_in_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(plan: RunPlan, options: VerifyOptions) -> Run:
+        plan.folder.mkdir()
+        (plan.folder / "rank0.jsonl").touch()
+        raise Refused("nothing to judge")
+
+    monkeypatch.setattr(session, "preload", lambda: None)
+    monkeypatch.setattr(session, "_run", write)
+    options = replace(OPTIONS, keep=tmp_path / "kept")
+    with pytest.raises(Refused, match="nothing to judge"):
+        session.verify(options, lambda line: None)
+    assert [path.name for path in (tmp_path / "kept/solo").iterdir()] == ["rank0.jsonl"]
+    with pytest.raises(ConfigError, match="is not empty"):
+        session.verify(options, lambda line: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make the folder"):
+        session.verify(replace(OPTIONS, keep=tmp_path / "file"), lambda line: None)

@@ -132,7 +132,7 @@ def _is_fault(judgement: Judgement | None) -> bool:
 def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first(JoinEntered) for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
-    if case.splits_model and not rule.judges_parts:
+    if case.splits_model and not rule.judges_split_models:
         return NotJudged("the ranks may hold parts of one model, which get equal samples.")
     sharded = any(log.layouts for log in case.ranks)
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)

@@ -45,7 +45,7 @@ def first_evaluation(steps: int) -> int:
 
 @dataclass
 class Evaluation:
-    """What a rank did between two backwards, from its first forward without gradient on."""
+    """What a rank did from a forward without gradient to the next forward or backward of training."""
 
     # What was evaluated, by loader and pass: indices, or else contents. A batch that several models are given
     # counts once.
@@ -137,7 +137,8 @@ class EvaluationReader:
             self._found[call.evaluation].metric_calls.append(MetricCall(call, results))
 
     def _on_forward(self, event: ForwardEnded) -> None:
-        # Another model may be given the same batch, and then no batch came since the latest forward.
+        # The next batch, if one came since the latest forward. Or if the model of that forward gets another
+        # one of the batches that were fetched ahead; another model may be given the same batch.
         if self._unused and (self._is_new or self._model == event.model):
             self._batch, self._model = self._unused.popleft(), None
         self._is_new = False
@@ -151,7 +152,8 @@ class EvaluationReader:
                 return  # a teacher's forward, or a metric on training samples
             batch = self._batch = None
         ids = batch.ids if batch is not None else None
-        # Not another model on the same batch, nor the next part of a batch that is given in parts.
+        # A batch counts once: for the model that gets it first. That model may get it in parts, each with its
+        # own rows; with indices, the first part has those of the whole batch.
         is_again = self._model is not None and (self._model != event.model or ids)
         if rows and not (batch is not None and is_again):
             self._model = event.model if batch is not None else None

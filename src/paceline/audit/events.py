@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
-Digests = dict[str, int]  # by the name of a tensor
+Digests = dict[str, int]  # by the name of a tensor, or of a generator
 
 
 def _as_json(value: Any) -> Any:
@@ -83,11 +83,11 @@ class ProcessStarted(Event):
 
 
 class TrainingContinues(Event):
-    """The script would train on after the wanted steps."""
+    """The script would train on after the wanted steps, or trains in ranks that it starts itself."""
 
 
 class EndedByVerify(Event):
-    """The script was ended after the wanted steps."""
+    """The script was ended here by verify."""
 
 
 class ExitCalled(Event):
@@ -220,7 +220,7 @@ class PassExhausted(EventOfPass):
 
 
 class PassStopped(EventOfPass):
-    """The pass ended before its loader: the script left it, or the wanted steps were done."""
+    """The script left the pass, or the wanted steps were done, be it on the last batch."""
 
 
 class PassCut(EventOfPass):
@@ -238,9 +238,9 @@ class SamplesLoaded(Event):
     labels: list[int] = field(default_factory=list)  # the digest of its integers and texts
     # The sum of the absolute values of its floats: two processes may differ by rounding.
     magnitudes: list[float] = field(default_factory=list)
-    # The digests of the states of the generators before, by their name.
+    # The digests of the states of the generators: before, and after of those whose state changed.
     random: Digests = field(default_factory=dict)
-    drew: Digests = field(default_factory=dict)  # the same after it, of those that changed
+    drew: Digests = field(default_factory=dict)
     # How many numbers, at least, were drawn from the global generators.
     draws: dict[str, int] = field(default_factory=dict)
 
@@ -279,19 +279,21 @@ class ForwardEnded(EventInStep):
     # The digest of each of its rows, at most 4096; None without a tensor, or if it has a gradient.
     rows: list[int] | None = None
     inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
-    # The digests of the states of the generators before, by their name.
+    # The digests of the states of the generators before it.
     random: Digests = field(default_factory=dict)
-    # The same of generators in the model and the script's variables, in training before the third step.
+    # The states of generators in the model and the script's variables, in training before the third step.
     script_random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from
     # How many numbers the script drew from torch's generator since the batch; None if unknown.
     draws: int | None = None
     buffers: Digests = field(default_factory=dict)  # the digests of the buffers
-    # Those of the parameters, in the first forward of training after an update; of a model that is not
+    # The digests of the parameters, in the first forward of training after an update; of a model that is not
     # trained, in its first forward without gradient in an evaluation or step.
     params: Digests | None = None
-    devices: list[str] = field(default_factory=list)  # those of the parameters, with `params`
-    cores: list[int] = field(default_factory=list)  # those of the process, with `params`
+    devices: list[str] = field(default_factory=list)  # the devices of the parameters, with `params`
+    cores: list[int] = field(
+        default_factory=list
+    )  # the cores that the process may use, with `params`
     visible_devices: str = ""  # the value of CUDA_VISIBLE_DEVICES, with `params`
 
 

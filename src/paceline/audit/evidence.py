@@ -166,7 +166,7 @@ class RankLog:
 
     @property
     def ended(self) -> bool:
-        """Whether the script reached its end or the limit of steps."""
+        """Whether the script reached its end or the limit of steps, or called `sys.exit`."""
         return self.first(RankEnded) is not None
 
     @property

@@ -93,7 +93,7 @@ def _terms(node: Any) -> float:
     # With class weights, the total is the sum of the weights and not a number of samples.
     by_class = torch_private.attribute(f"{_NODE}._saved_weight", node) is not None
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
-    # The targets that are not ignored; 0 for sums.
+    # It is the number of targets that are not ignored; torch leaves it 0 for sums.
     if not by_class and total is not None and total.numel() == 1 and float(total):
         return float(total)
     ignored = torch_private.attribute(f"{_NODE}._saved_ignore_index", node)

@@ -24,8 +24,8 @@ from paceline.parallel.modules import unwrap
 class Models:
     """The models that were called, numbered in the order of their first call in training, from 0.
 
-    Models that are first called outside of training get the numbers -1, -2 and so on: a rank may call such a
-    model alone, and the numbers of the others must not depend on it.
+    Models without DDP that are first called outside of training get the numbers -1, -2 and so on: a rank may
+    call such a model alone, and the numbers of the others must not depend on it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -37,6 +37,7 @@ class Models:
         self._shapes: Counter[str] = Counter()
         self._trained: set[int] = set()  # parameters of models that were called in training
         self._added: dict[int, str] = {}
+        # Parameters that DDP reduces, and those that it is told to ignore: the script reduces these itself.
         self._reduced: dict[int, torch.nn.Parameter] = {}
         self._reported: dict[int, torch.nn.Parameter] = {}
         self._present_at_wrap: set[int] = set()
@@ -124,11 +125,11 @@ class Models:
             self._present_at_wrap.add(id(parameter))
 
     def is_reduced(self, module: torch.nn.Module) -> bool:
-        """Whether DDP reduces the gradient of a parameter of this module."""
+        """Whether DDP, or the script in its place, reduces the gradient of a parameter of this module."""
         return any(id(parameter) in self._reduced for parameter in module.parameters())
 
     def report_unreduced(self, trained: Iterable[torch.Tensor], steps_done: int) -> None:
-        """Record those of the trained parameters that belong to a DDP and are not reduced by it."""
+        """Record those of the trained parameters that belong to a DDP and that nobody reduces."""
         inside = {id(p): p for model in self.ddp for p in unwrap(model).parameters()}
         for key in map(id, trained):
             if key in inside and key not in self._reduced and key not in self._reported:

@@ -177,8 +177,9 @@ class Progress:
             return
         self.steps, self._round = number, {optimizer}
         is_fast = self._is_fast()
-        in_last = self.steps + self.plan.last_steps == self.wanted
-        if in_last and self.wanted < self.plan.max_steps and is_fast:
+        # Where a pass would be cut: after that, the number of steps must not change any more.
+        last_begin = self.steps + self.plan.last_steps == self.wanted
+        if last_begin and self.wanted < self.plan.max_steps and is_fast:
             self.wanted = min(2 * self.wanted, self.plan.max_steps)  # in the solo run
         grace = _GRACE_STEPS if self.loaders_of_step else 0
         if self.steps > self.wanted + grace and not self.uses_paceline:

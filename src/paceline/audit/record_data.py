@@ -78,14 +78,16 @@ class DataHooks:
         self._count: Callable[[Any], int] = DataLoader.__len__
         # With the loader, because the id of a deleted one could be that of another object.
         self._seen: dict[int, tuple[LoaderSeen, DataLoader[Any]]] = {}
+        # The loader of each dataset, by its id. Of several loaders of one dataset, the one that began last.
         self._of_dataset: dict[int, str] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._replayed = replay.replayed_loaders(progress.plan)
-        # Where each loader was built, and the lengths of those that are replayed.
+        # Where each loader was built.
         self._built: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
         self._watched: set[type] = set()  # the types whose `set_epoch` is recorded
         self._epochs: dict[int, int] = {}  # the latest epoch of each dataset or sampler, by id
+        # The number of batches of each replayed loader, by where it was built.
         self._lengths = {seen.built: seen.batches for seen in self._replayed.values()}
 
     def build(

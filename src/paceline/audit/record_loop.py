@@ -72,7 +72,8 @@ from paceline.audit.weight_tracer import WeightTracer
 from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
 
-# Set before each forward of all but the ordinary run, so that their dropout is the same.
+# Set before each forward of training, so that all runs have the same dropout. Not in the ordinary run, nor in
+# scripts that use paceline.
 _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 4096
 
@@ -119,9 +120,9 @@ class LoopHooks:
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._model_updates = 0  # steps of optimizers that have parameters of called models
-        # By parameter that no called model has: these steps at its latest one.
+        # For each parameter that no called model has: the value of `_model_updates` at its last step.
         self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        self._saved_optimizers = 0  # the optimizers whose gradients of step 1 are saved
+        self._num_saved = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._schedules: set[type] = set()  # the classes whose `step` is recorded
         self._in_schedule = Nesting()
@@ -216,7 +217,7 @@ class LoopHooks:
         if not self._models.ddp and self._progress.steps:
             self._progress.restart()
             self._models.restart()
-            self._forwards = self._saved_optimizers = 0
+            self._forwards = self._num_saved = 0
         self._recorder.write(DDPBuilt(at=user_line(), group_size=model.process_group.size()))
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
@@ -313,9 +314,9 @@ class LoopHooks:
                 for name, g in gradients.items()
                 if rank == 0 or isinstance(g, DTensor)
             }
-            path = self._progress.plan.folder / f"gradients-{self._saved_optimizers}-{rank}.pt"
+            path = self._progress.plan.folder / f"gradients-{self._num_saved}-{rank}.pt"
             torch.save(saved, path)
-            self._saved_optimizers += 1
+            self._num_saved += 1
 
     def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:
         """The digests for `OptimizerStepBegun.outside_models`.

@@ -147,7 +147,7 @@ class ProcessHooks:
         exit_(*code)
 
     def at_exit(self) -> None:
-        """Record the end. If it is missing, the rank was killed or called `os._exit`."""
+        """Record the end. It is missing after an uncaught error, a kill and `os._exit`."""
         models = self._models.by_number()
         buffers = {str(number): buffer_digests(model) for number, model in models.items()}
         self._recorder.write(RankEnded(wanted=self._progress.wanted, buffers=buffers))

@@ -132,11 +132,13 @@ def refuse_other_steps(case: Case) -> None:
     """
     if case.updates_differ:
         return
-    planned = case.ordinary.plan.steps  # a loader that is built later may cause one more step
+    # A run may take one step more than planned, where a loader is built in the loop.
+    planned = case.ordinary.plan.steps
     solo_steps = min(planned, case.solo.steps)
     steps = min(planned, (case.replay or case.ordinary).steps)
     # Each rank takes its part of an epoch, which is rounded in each pass.
     is_part = _PART * solo_steps <= steps * case.world_size and steps < solo_steps
+    # Without a replay the ranks read other batches, and their loaders end by themselves.
     shorter = is_part or (not case.replay and case.ranks[0].training_loaders)
     if solo_steps != steps and not shorter:
         raise Refused(

@@ -32,7 +32,7 @@ class _NoSamples(Exception):
 
 
 def begin_evaluation(progress: Progress, models: Models) -> None:
-    """Before an evaluation: copy the weights of the solo run, or load those that it saved in a later run."""
+    """Before an evaluation: in the solo run copy its weights, in a later run load what the solo run saved."""
     if progress.plan.mode == "solo":
         progress.weights_of_evaluation = {
             number: {

@@ -17,7 +17,8 @@ _VARIABLE = "PACELINE_VERIFY"
 #   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
 #               divides its batch size by the number of processes
 #   same-weights  the data of the script, with the weights of the solo run in each evaluation and one seed for
-#               all ranks. It is used if no batches can be replayed; the replays set these weights too
+#               all ranks. It is used if no batches can be replayed, or the replay took other steps, and
+#               an evaluation exchanges results. The replays set these weights too
 Mode = Literal["solo", "ordinary", "mirrored", "divided", "same-weights"]
 REPLAYS = ("mirrored", "divided")
 
@@ -47,7 +48,7 @@ class RunPlan:
 
     @property
     def last_steps(self) -> int:
-        """The steps of a run that are left when it cuts a pass, to see the next one begin."""
+        """The steps of the solo run that are left when it cuts a pass, to see the next one begin."""
         return (self.steps + 1) // 2
 
     def to_environment(self) -> dict[str, str]:

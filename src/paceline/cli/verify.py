@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.command_line import CommandParser, positive, positive_count
 from paceline.errors import ConfigError, PacelineError
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         rtol=given.rtol,
         hang_after_s=given.hang_after,
         timeout_s=given.timeout,
+        keep=given.keep and Path(given.keep).absolute(),
     )
     try:
         result = verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
@@ -150,4 +152,9 @@ def parser() -> CommandParser:
         "--strict", action="store_true", help="faults with a small effect (notes) count as faults"
     )
     ours.add_argument("--json", action="store_true", help="print the result as JSON")
+    ours.add_argument(
+        "--keep",
+        metavar="FOLDER",
+        help="keep what the runs recorded in a new folder, to report or examine a wrong verdict",
+    )
     return ours

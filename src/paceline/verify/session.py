@@ -48,6 +48,7 @@ class VerifyOptions:
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
         hang_after_s: A run is hung if for this time no rank records an event or uses the CPU.
         timeout_s: The longest time for one run.
+        keep: A new or empty folder for what the runs record; None for one that is deleted at the end.
     """
 
     script: Sequence[str]
@@ -58,6 +59,7 @@ class VerifyOptions:
     rtol: float | None
     hang_after_s: float
     timeout_s: float
+    keep: Path | None = None
 
 
 def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyResult:
@@ -65,11 +67,13 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
 
     Raises:
         Refused: the script failed, or cannot be judged.
-        ConfigError: an option has no effect on this script.
+        ConfigError: an option has no effect on this script, or the folder to keep is in use.
     """
     preload()
     # Not TemporaryDirectory, which a fork of this process would delete at its own end.
-    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    if options.keep is not None:
+        _make_empty(folder)
     try:
         longest_s = 0.0
 
@@ -114,7 +118,18 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
                 break
         return report_audits(audits, remarks)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_used = any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}.") from error
+    if is_used:
+        raise ConfigError(f"the folder {folder} is not empty.", fix="give --keep a new folder.")
 
 
 def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float:

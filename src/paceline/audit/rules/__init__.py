@@ -3,8 +3,8 @@
 A comment such as "See broken/66_class_weights" names the diff in `tests/broken`, or the script in
 `tests/sound`, for which a line was written.
 
-Few thresholds are tight: each was set to a quarter and to four times its value, and all scripts kept their
-judgements, unless the comment says which did not.
+Few thresholds are tight. In November 2026 each was set to a quarter and to four times its value, and all
+scripts kept their judgements, unless the comment says which did not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.audit.rules import (
     gradient,
     randomness,
     reduction,
+    sample_weights,
     schedule,
     shards,
     statistics,
@@ -31,7 +32,8 @@ from paceline.audit.rules.rule import Rule
 _NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
 _DATASETS = "datasets differ between ranks"
-_SCALED = "gradient scaled or changed"
+_SCALED = "gradient off by a factor"
+_NOT_OF_ONE = "gradient not that of one process"
 _LOSS_OF_RANK = "loss depends on the rank"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
 _CLIPPED_TOO_EARLY = "clipping before reduction"
@@ -41,18 +43,18 @@ _EVALUATED_TWICE = "evaluated twice"
 _REDUCED_AGAIN = "sum reduced again"
 _AVERAGED = "metric averaged per rank"
 
-# Rules that compare the weights of ranks in equal steps.
+# Rules that compare the weights of ranks in equal steps. Others compare those of one rank, or of evaluations.
 _of_weights = partial(Rule, works_with_join=False, compares_weights=True)
 
 # Faults are reported in this order. To add a rule, write its function and add a line.
 RULES = (
-    Rule("same device for all ranks", devices.shared_device, judges_parts=True),
+    Rule("same device for all ranks", devices.shared_device, judges_split_models=True),
     # Ranks that skipped a step end at different moments.
     Rule(
         "collective on some ranks only",
         collectives.unmatched_collective,
         works_with_join=False,
-        judges_parts=True,
+        judges_split_models=True,
         consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
     Rule(_NO_SHARDS, shards.whole_dataset),
@@ -63,8 +65,12 @@ RULES = (
         whole_run.uneven_use,
         consequence_of=(_NO_SHARDS, _OVERLAP),
     ),
-    Rule("set_epoch forgotten or different", randomness.same_order_each_epoch, judges_parts=True),
-    Rule("same random numbers for samples", randomness.same_augmentation, judges_parts=True),
+    Rule(
+        "set_epoch forgotten or different",
+        randomness.same_order_each_epoch,
+        judges_split_models=True,
+    ),
+    Rule("same random numbers for samples", randomness.same_augmentation, judges_split_models=True),
     Rule("same noise on ranks", randomness.same_noise),
     Rule(
         _SCALED,
@@ -72,29 +78,29 @@ RULES = (
         consequence_of=(_CLIPPED_TOO_EARLY,),
     ),
     Rule(
-        "gradient differs",
+        _NOT_OF_ONE,
         gradient.different_gradient,
         consequence_of=(_SCALED, _LOSS_OF_RANK),
     ),
     Rule(_LOSS_OF_RANK, gradient.loss_of_rank),
-    Rule("mean of means", gradient.mean_of_means, judges_parts=True),
+    Rule("mean of means", sample_weights.mean_of_means, judges_split_models=True),
     Rule(_NO_SYNC_ON_LAST, weights.no_sync_on_last, compares_weights=True),
     Rule(
         "no_sync around backward only",
         reduction.no_sync_around_backward,
         consequence_of=(_NO_SYNC_ON_LAST,),
     ),
-    Rule("parameter added after wrapping", reduction.added_parameter, judges_parts=True),
-    Rule("clipping before unscaling", update.clip_before_unscale, judges_parts=True),
+    Rule("parameter added after wrapping", reduction.added_parameter, judges_split_models=True),
+    Rule("clipping before unscaling", update.clip_before_unscale, judges_split_models=True),
     Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),
-    Rule("clipping of own shard", update.clip_of_shard, judges_parts=True),
+    Rule("clipping of own shard", update.clip_of_shard, judges_split_models=True),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
     _of_weights("checkpoint loaded on one rank", weights.loaded_on_one_rank),
     _of_weights("weights differ without an optimizer step", weights.changed_outside),
     Rule("statistics drift apart", statistics.different_buffers),
     Rule("evaluated models differ", statistics.different_untrained_models, compares_weights=True),
-    Rule("schedule at a wrong speed", schedule.fast_schedule, judges_parts=True),
-    Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_parts=True),
+    Rule("schedule at a wrong speed", schedule.schedule_speed, judges_split_models=True),
+    Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_split_models=True),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank),
     Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
     Rule(_REDUCED_AGAIN, evaluation.reduced_again),
@@ -108,6 +114,11 @@ RULES = (
     Rule(
         "gathered in a different order", evaluation.misordered_gather, consequence_of=(_AVERAGED,)
     ),
-    Rule("learns less than one process", whole_run.learns_less, judges_parts=True, is_last=True),
+    Rule(
+        "learns less than one process",
+        whole_run.learns_less,
+        judges_split_models=True,
+        is_last=True,
+    ),
     _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
 )

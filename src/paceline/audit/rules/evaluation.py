@@ -24,7 +24,7 @@ _MAX_COUNT = 2**24
 _SMALL_SHARE = 1e-3
 # A share of samples, or a mean, that changes by less is equal. See broken/04_gathered_with_surplus.
 _LEAST_CHANGE = 1e-6
-# A number of samples that was computed in float32 differs by less from an integer.
+# A sum in float32 is a number of samples if it is closer than this to an integer.
 # See broken/04_gathered_with_surplus.
 _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
@@ -140,7 +140,7 @@ class _Result:
     value: float
     mean: float  # the value, or its mean over the ranks if that is closer to the one of one process
     given: Sequence[float] = ()  # by rank, what was reduced
-    is_sum: bool = False  # whether the script took several numbers at this line
+    is_of_several: bool = False  # whether the script took several numbers at this line
 
     @property
     def is_size(self) -> bool:
@@ -216,7 +216,7 @@ class _Comparison:
                 solo=sum(self.solo.numbers[at]),
                 value=sum(numbers),
                 mean=sum(numbers),
-                is_sum=max(len(self.solo.numbers[at]), len(numbers)) > 1,
+                is_of_several=max(len(self.solo.numbers[at]), len(numbers)) > 1,
             )
             for at, numbers in first.numbers.items()
             if at in self.solo.numbers and all(e.numbers.get(at) == numbers for e in self.ranks)
@@ -254,7 +254,7 @@ class _Comparison:
 
         A share of the samples is such a number, and a sum of integers. A time is not, nor a mean loss.
         """
-        total, distinct = (1, 1) if result.is_sum else (len(self.rows), len(set(self.rows)))
+        total, distinct = (1, 1) if result.is_of_several else (len(self.rows), len(set(self.rows)))
         counts = [result.value * total, result.solo * distinct]
         if any(not 0 <= x <= len(self.rows) or abs(x - round(x)) > _ROUNDING for x in counts):
             return None
@@ -300,7 +300,7 @@ def misordered_gather(case: Case) -> Judgement:
     compared = _compare(case)
     results = [(each, result) for each in compared for result in each.computed]
     for each, result in results:
-        if result.is_sum or each.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
+        if result.is_of_several or each.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
             continue
         if each.surplus_counted(result) is None:
             if result.value == round(result.value):

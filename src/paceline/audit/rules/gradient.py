@@ -1,17 +1,23 @@
-"""The size of the gradient, and the weight of each sample in it."""
+"""Whether the gradient of N ranks is that of one process. What is compared depends on the replay:
+
+    replay                                  off by a factor               not that of one process
+    mirrored: ranks have the same samples   norm; each tensor's factor    each tensor
+    divided: ranks have parts of them       norm                          direction, if values are gathered
+    none                                    weight of all the samples     -
+
+A factor is found also with dropout, and for each optimizer. The other comparison needs equal random numbers,
+and takes the first optimizer only.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
-from itertools import combinations, dropwhile, takewhile
+from itertools import dropwhile, takewhile
 
 import torch
 
 from paceline.audit.events import (
     BackwardBegun,
-    BatchGiven,
     Clipped,
     CollectiveBegun,
     CollectiveEnded,
@@ -34,42 +40,36 @@ _NEAR_FACTOR = 0.05
 _DIFFERENT = 0.05
 # With dropout or BatchNorm, the gradient of the parts of a batch differs from that of the whole by less.
 _NOISE_OF_PARTS = 0.25
+# The ranks have equal shares in the gradient if these differ by less.
+_EQUAL_SHARES = 0.02
+# Without a replay, the weights of samples that differ by less may be of other samples.
+_OTHER_SAMPLES = 1.5
 # Below this cosine the two gradients differ by more than a factor. See broken/05_closure.
 _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of another one, if it has enough values to tell.
 # A quarter changes broken/18_checkpoint_on_rank0 and broken/89_penalty.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
+# Before the reduction, a rank's gradient that differs by a smaller part is that of one process.
+_SAME_GRADIENT = 0.02
 # Gradients with a smaller part of the norm of the whole one may be rounding alone (broken/89_penalty).
 _SMALL_PART = 1e-3
-# The ranks' losses of one batch differ by rounding only, if by less than this part or this number.
-# See sound/82_centre.
+# The ranks' losses of one batch are equal if they differ by less than this part of the larger one, or by less
+# than the second number. See sound/82_centre.
 _EQUAL_LOSS, _ZERO_LOSS = 1e-5, 1e-6
 # A difference by less than this part is no fault of its own (broken/66_class_weights).
 _SAME_LOSS = 1e-3
-# Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
-# See sound/53_tokens_149_and_150.
-_SAME_TOTAL = 0.1
-# Weights of samples that differ by less are a note. Four times as much changes broken/06_mean_of_means.
-_SMALL_FACTOR = 1.01
-# The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
-# See sound/69_tokens_weighted. A quarter changes sound/55_sequence_first, four times as much
-# broken/23_tokens_sum_and_count.
-_SMALL_CHANCE = 1.5
 
 
 def scaled_gradient(case: Case) -> Judgement:
-    """The gradient of N ranks on the samples of one process is a multiple of that of one, often N or 1/N.
-
-    Of a loss on gathered values, any difference counts.
-    """
+    """The gradient of N ranks on the samples of one process is a multiple of that of one, often N or 1/N."""
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_loss_weight(case, why)
     optimizers = max(1, len(case.solo.ranks[0].optimizer_steps(1)))
     judgements = [_judge_optimizer(case, run, number) for number in range(optimizers)]
-    # After the first, a gradient may depend on random numbers since its forward: only a clear factor counts.
+    # After the first, a gradient may depend on random numbers since its forward, which do not only scale it.
     return next(
         (judgement for judgement in judgements if isinstance(judgement, Finding)), judgements[0]
     )
@@ -102,27 +102,12 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     depends_on_parts = first.buffers or first.drew
     if run.plan.mode == "divided" and depends_on_parts and abs(ratio - 1) < _NOISE_OF_PARTS:
         return NoFault(f"{figure}; with dropout or BatchNorm, that of its parts differs a little.")
-    gather = run.ranks[0].gather_for_loss
-    if run.plan.mode == "mirrored":
-        log = run.ranks[0]
-        gathers = (isinstance(e, CollectiveBegun) and "gather" in e.op for e in log.before_backward)
-        can_tell = clips[1] is None and not any(gathers)
-        return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
-    is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
-    if is_equal or gather is None or depends_on_parts or number:
+    if run.plan.mode == "divided":
         return judgement
-    figure += f", and the cosine between both {cosine:.3f}"
-    return Finding(
-        what="the gradient of a loss of gathered values differs from that of one process.",
-        at=gather.at,
-        step=1,
-        why="the ranks had the parts of one batch, and together gathered all of it. Often the labels lack "
-        "the offset of the rank, or the gather passes no gradient to the other ranks.",
-        fix="use the index in the gathered tensor as the label (`torch.arange(n) + rank * n`), and gather "
-        "with torch.distributed.nn.functional.all_gather.",
-        evidence=figure,
-        effect=figure,
-    )
+    log = run.ranks[0]
+    gathers = (isinstance(e, CollectiveBegun) and "gather" in e.op for e in log.before_backward)
+    can_tell = clips[1] is None and not any(gathers)
+    return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
 
 
 def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -188,7 +173,7 @@ def _scale_by_loss_weight(case: Case, why: str) -> Judgement:
     ratio = ordinary / solo
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
     judgement = _judge_ratio(case, ratio, figure, same_direction=True)
-    if isinstance(judgement, NotJudged) and 1 / _SMALL_CHANCE < ratio < _SMALL_CHANCE:
+    if isinstance(judgement, NotJudged) and 1 / _OTHER_SAMPLES < ratio < _OTHER_SAMPLES:
         return NotJudged(
             f"{judgement.why[:-1]}; different samples may have different numbers of terms."
         )
@@ -197,7 +182,7 @@ def _scale_by_loss_weight(case: Case, why: str) -> Judgement:
 
 def _weight_in_gradient(run: Run) -> float | None:
     """The weight of all terms of the losses of step 1 in the gradient that the optimizer gets."""
-    share = _share_of_each_rank(run)
+    share = share_of_each_rank(run)
     backwards = [event for log in run.ranks for event in log.first_update.backwards]
     is_clipped = _clip(run.ranks[0], 0) is not None and not run.ranks[0].of(DDPBuilt)
     if share is None or is_clipped or not all(event.terms for event in backwards):
@@ -205,7 +190,7 @@ def _weight_in_gradient(run: Run) -> float | None:
     return share * sum(event.total_weight for event in backwards)
 
 
-def _share_of_each_rank(run: Run) -> float | None:
+def share_of_each_rank(run: Run) -> float | None:
     """The factor of each rank's gradient of step 1 in that of the optimizer; None if unknown or not one."""
     if run.ranks[0].of(DDPBuilt):
         return None if run.ranks[0].of(CommHookSet) else 1 / len(run.ranks)
@@ -219,15 +204,14 @@ def _share_of_each_rank(run: Run) -> float | None:
     matrix = torch.stack(rows)
     # Least squares; for equal gradients, the pseudo-inverse gives equal shares.
     shares = torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))
-    is_one = float(shares.max() - shares.min()) < _EQUAL * float(shares.abs().max())
+    is_one = float(shares.max() - shares.min()) < _EQUAL_SHARES * float(shares.abs().max())
     return float(shares.mean()) if is_one else None
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> Finding:
     log, count = case.ranks[0], case.world_size
-    # Of SGD, the update is then right.
     steps = [step for each in (case.solo.ranks[0], log) for step in each.optimizer_steps(1)[:1]]
-    is_compensated = False
+    is_compensated = False  # the update of SGD is right if its rate is N times smaller
     if larger and len(steps) == 2:
         solo_rate, rate = (step.lrs[0] for step in steps)
         is_compensated = math.isclose(solo_rate, rate * count, rel_tol=_NEAR_FACTOR)
@@ -309,10 +293,12 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
 
 
 def different_gradient(case: Case) -> Judgement:
-    """Each rank has the samples of one process, and yet their gradient differs from it."""
+    """With the samples of one process, the gradient of the ranks is another one."""
     run = case.replay
-    if run is None or run.plan.mode != "mirrored":
-        return NotJudged(case.why_no_replay or "the ranks divide each batch.")
+    if run is None:
+        return NotJudged(case.why_no_replay)
+    if run.plan.mode == "divided":
+        return _gradient_of_gathered(case, run)
     why = _why_not_comparable(case, run.ranks) or _why_not_exact(case.solo, run)
     if why:
         return NotJudged(why)
@@ -333,7 +319,8 @@ def different_gradient(case: Case) -> Judgement:
     reduction = _manual_reduction(run.ranks[0])
     # The ranks computed the gradient of one process, and their own reduction changed it: to compress it?
     is_note = reduction is not None and all(
-        name in own and float((own[name] - one[name]).norm()) < _EQUAL * size for own in locals_
+        name in own and float((own[name] - one[name]).norm()) < _SAME_GRADIENT * size
+        for own in locals_
     )
     return Finding(
         what="the gradient is not that of one process on the same samples.",
@@ -345,6 +332,39 @@ def different_gradient(case: Case) -> Judgement:
         evidence=f"{figure}, in step 1, from that of one process",
         effect=figure,
         is_note=is_note,
+    )
+
+
+def _gradient_of_gathered(case: Case, run: Run) -> Judgement:
+    """Judge the gradient of a loss on gathered values, where each rank has a part of the batch."""
+    gather, first = run.ranks[0].gather_for_loss, run.ranks[0].first_forward
+    if gather is None:
+        return NotJudged("the ranks divide each batch, and the loss is not one of gathered values.")
+    if why := _why_not_comparable(case, run.ranks):
+        return NotJudged(why)
+    if first.buffers or first.drew:
+        return NotJudged(
+            "with dropout or BatchNorm, the gradient of the parts of a batch is another one."
+        )
+    one, other = case.solo.gradients(), run.gradients()
+    vectors = _flat(one), _flat(other)
+    size, other_size = (float(each.norm()) for each in vectors)
+    if one.keys() != other.keys() or not size or not other_size:
+        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
+    ratio, cosine = other_size / size, float(vectors[0] @ vectors[1]) / (size * other_size)
+    figure = f"the gradient of step 1 was {ratio:.4g} times as large, with a cosine of {cosine:.3f}"
+    if abs(ratio - 1) < _EQUAL and cosine > _SAME_DIRECTION:
+        return NoFault(f"{figure}, as that of one process on the same samples.")
+    return Finding(
+        what="the gradient of a loss of gathered values differs from that of one process.",
+        at=gather.at,
+        step=1,
+        why="the ranks had the parts of one batch, and together gathered all of it. Often the labels lack "
+        "the offset of the rank, or the gather passes no gradient to the other ranks.",
+        fix="use the index in the gathered tensor as the label (`torch.arange(n) + rank * n`), and gather "
+        "with torch.distributed.nn.functional.all_gather.",
+        evidence=figure,
+        effect=figure,
     )
 
 
@@ -433,113 +453,3 @@ def _losses(run: Run) -> list[float]:
 
 def _are_close(losses: list[float], rel_tol: float) -> bool:
     return math.isclose(min(losses), max(losses), rel_tol=rel_tol, abs_tol=_ZERO_LOSS)
-
-
-def mean_of_means(case: Case) -> Judgement:
-    """Means over micro-batches of different sizes are added with equal weight."""
-    known = steps = 0
-    found: list[_Unequal] = []
-    fix = "sum the losses, and divide by the number of terms of the whole step."
-    logs = (*case.solo.ranks, *case.ranks)
-    lasts = {event for log in logs for event in _lasts(log)}
-    for log in logs:
-        # Tasks with fixed weights have their sizes in every step, and samples beside those of the loader.
-        # See sound/92_random_negatives.
-        whole = [each.backwards for each in log.updates if lasts.isdisjoint(each.backwards)]
-        sizes = {tuple(event.terms for event in backwards) for backwards in whole}
-        by_design = len(sizes) == 1 and _makes_samples(log)
-        for update in log.updates:
-            known += sum(event.terms > 0 for event in update.backwards)
-            steps += 1
-            pair = None if by_design else _unequal(update.backwards)
-            if pair is not None:
-                rank = None if log is case.solo.ranks[0] else log.rank
-                found.append(_Unequal(pair, update.step, _SMALL_FACTOR, rank))
-    if not found and _share_of_each_rank(case.ordinary) is not None:
-        fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
-        fix += "number of ranks, since it takes the mean."
-        of_all = list(zip(*(log.updates for log in case.ranks), strict=False))
-        steps = len(of_all)
-        for updates in of_all:
-            pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
-            if pair is not None:
-                found.append(_Unequal(pair, updates[0].step, _SMALL_CHANCE))
-    if found:
-        return _mean_fault(found, lasts, steps, fix)
-    if not known:
-        return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
-    return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
-
-
-def _makes_samples(log: RankLog) -> bool:
-    """Whether a model is trained on more samples than the loaders gave."""
-    given = sum(e.samples or 0 for e in log.of(BatchGiven) if e.loader in log.training_loaders)
-    used = Counter[int]()
-    for event in log.training_forwards:
-        used[event.model] += event.samples or 0
-    return max(used.values(), default=0) > given
-
-
-@dataclass(frozen=True)
-class _Unequal:
-    """Two backwards of a step whose samples have different weights."""
-
-    pair: tuple[BackwardBegun, BackwardBegun]
-    step: int
-    limit: float  # of `factor`: below it this is a note
-    rank: int | None = None  # that has both; None in the solo run, and if each is of another rank
-
-    @property
-    def factor(self) -> float:
-        """The weight of a term of the shorter part, relative to one of the longer."""
-        counts = [event.terms for event in self.pair]
-        return max(counts) / min(counts)
-
-
-def _lasts(log: RankLog) -> list[BackwardBegun]:
-    """The backwards on the last batches of passes that ended by themselves."""
-    ended = (each for each in log.passes.values() if each.ended and each.backwards)
-    return [event for each in ended for event in each.backwards[-1]]
-
-
-def _unequal(
-    backwards: list[BackwardBegun], *, across_ranks: bool = False
-) -> tuple[BackwardBegun, BackwardBegun] | None:
-    """Two backwards with the same total weight and different numbers of terms."""
-    if len({name for event in backwards for name in event.loaders}) > 1:
-        return None  # tasks with data of their own, whose weights are the script's choice
-    known = [event for event in backwards if event.terms]
-    for one, other in combinations(known, 2):
-        # 0 for means, whose totals are equal; and 0 for sums, whose terms have equal weights.
-        of_totals = one.total_weight - other.total_weight
-        of_terms = (one.term_weight - other.term_weight) * other.terms
-        # Two losses of one forward belong to one micro-batch.
-        apart = across_ranks or one.forwards != other.forwards
-        # Two tasks may have one line, in a loop over them, but not the same parameters.
-        # See sound/88_tasks_in_a_loop.
-        same_loss = (one.kind, one.at, one.reached) == (other.kind, other.at, other.reached)
-        if abs(of_totals) < _SAME_TOTAL * abs(of_terms) and same_loss and apart:
-            return one, other
-    return None
-
-
-def _mean_fault(found: list[_Unequal], lasts: set[BackwardBegun], steps: int, fix: str) -> Finding:
-    first = found[0]
-    smaller, larger = sorted(first.pair, key=lambda event: event.terms)
-    factor = max(each.factor for each in found)
-    of_ranks = {each.rank for each in found}
-    ranks = sorted(rank for rank in of_ranks if rank is not None) if None not in of_ranks else ()
-    return Finding(
-        what=f"a mean over {smaller.terms:g} terms has the same weight as one over "
-        f"{larger.terms:g}.",
-        at=first.pair[0].at,
-        ranks=ranks,
-        step=first.step,
-        why="the mean of means is the mean only if all parts have the same length.",
-        fix=fix,
-        evidence=f"weights of one term in step {first.step}: {larger.term_weight:.4g} and "
-        f"{smaller.term_weight:.4g}",
-        effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
-        f"{steps} steps",
-        is_note=all(each.factor < each.limit or not lasts.isdisjoint(each.pair) for each in found),
-    )

@@ -50,7 +50,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
             continue
         judged = True
         for one, other in pairwise(passes):
-            # A stream that is not shuffled has one order in all epochs.
+            # Equal order with a new epoch is no fault, since the data may not be shuffled. But persistent
+            # workers keep the old copy of the dataset, where the new epoch has no effect.
             forgotten = one.begin.epoch == other.begin.epoch or loader.persistent
             if forgotten and _same_order(one, other):
                 fault = _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)

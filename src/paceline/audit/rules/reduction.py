@@ -7,7 +7,10 @@ from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault
 
 
 def no_sync_around_backward(case: Case) -> Judgement:
-    """`no_sync` around the backward alone has no effect: DDP decides in the forward."""
+    """`no_sync` around the backward alone has no effect: DDP decides in the forward.
+
+    The gradient is right, and yet this is a fault: the script asks for something that does not happen.
+    """
     log = case.ranks[0]
     forward: ForwardEnded | None = None
     late: list[BackwardBegun] = []

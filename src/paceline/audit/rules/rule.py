@@ -11,7 +11,7 @@ from paceline.audit.events import DDPBuilt, OptimizerStepBegun, TensorsSent
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
-# So many forwards show how a script uses its batches, if it ran as many.
+# So many forwards show how a script uses its batches; all of them, if there are fewer.
 _MIN_FORWARDS = 3
 
 
@@ -161,7 +161,7 @@ class Rule:
     # Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
     compares_weights: bool = False
     # Whether what the rule reports is also a fault if the ranks hold parts of one model.
-    judges_parts: bool = False
+    judges_split_models: bool = False
     # The names of rules. A fault of one of them also causes what this rule looks for.
     consequence_of: tuple[str, ...] = ()
     is_last: bool = False  # whether the rule is judged only if no rule before it found a fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,22 +20,23 @@ Array = NDArray[Any]
 _SAME_RATE = 0.02
 # Metrics that differ by less differ by rounding (broken/70_plateau).
 _SAME_METRIC = 1e-6
-# A fault needs at least this many steps with an unexpected rate (four times as many change
-# broken/13_schedule_too_fast),
+# A fault needs at least this many steps with an unexpected rate. Four times as many change
+# broken/13_schedule_too_fast.
 _MIN_STEPS = 3
-# and this part of them must have the rate of the wrong speed. See broken/13_lambda_budget.
+# This part of these steps must have the rate of the wrong speed. See broken/13_lambda_budget.
 _MIN_SHARE = 0.8
 # A fault needs at least this many times the calls per update of one process.
 # See broken/13_schedule_of_all_batches; a quarter changes broken/73_one_cycle.
 _MORE_CALLS = 1.5
 # The end of a schedule has less than the first part of the largest rate; above the second it is not reached.
-# See broken/73_one_cycle, also for the next one.
+# See broken/73_one_cycle.
 _END, _NOT_END = 0.01, 0.1
 # After three quarters of a schedule that ends with the training, the rate is above this part.
+# See broken/73_one_cycle.
 _STILL = 0.05
 
 
-def fast_schedule(case: Case) -> Judgement:
+def schedule_speed(case: Case) -> Judgement:
     """The learning rate of N ranks at step s is that of one process at step N * s, or at step s / N."""
     solo, log, count = case.solo.ranks[0], case.ranks[0], case.world_size
     if _follows_metric(case):
@@ -61,9 +63,9 @@ def fast_schedule(case: Case) -> Judgement:
         if np.nansum(fit) >= _MIN_STEPS and np.nanmean(fit) >= _MIN_SHARE:
             break
     else:
-        at = case, is_unexpected, solo_steps_per_step
+        between = partial(_is_between, case, is_unexpected, solo_steps_per_step)
         # The relative ones of a schedule from N times the rate may be in a warm-up too.
-        if _is_between(*at, relative=False) or _is_between(*at, relative=True):
+        if between(relative=False) or between(relative=True):
             return NoFault(
                 f"the rate, absolute or relative, is 1 to {count} times that of one process."
             )

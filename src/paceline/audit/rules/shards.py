@@ -15,6 +15,12 @@ from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudg
 
 # The padding of a sampler causes a smaller share of common samples. See broken/03_stream_overlaps.
 _OVERLAP = 0.1
+# The first passes of a sampler of the script that divides the dataset may together be larger than it by this
+# part.
+_SLACK = 0.1
+# Of the samples that two runs read, more than this part with equal values: the same samples, at other
+# indices.
+_FOUND_AGAIN = 0.1
 # Ranks that read the same stream have at least this share of their samples in common.
 # A quarter changes broken/03_stream_overlaps.
 _WHOLE = 0.9
@@ -268,7 +274,7 @@ def _reads_a_part(case: Case, name: str) -> bool:
     sizes = [len(each.ids) for each in firsts if each and each.ended]
     if whole is None or len(sizes) < case.world_size:
         return False
-    return max(sizes) * case.world_size <= (1 + _OVERLAP) * whole
+    return max(sizes) * case.world_size <= (1 + _SLACK) * whole
 
 
 def _is_read_whole(loader: LoaderSeen) -> bool:
@@ -320,7 +326,7 @@ def different_datasets(case: Case) -> Judgement:
         found_again = {each.content for each in solo.values()}.intersection(
             each.content for each in of_ranks.values()
         )
-        is_permuted = len(found_again) > _OVERLAP * len(both)
+        is_permuted = len(found_again) > _FOUND_AGAIN * len(both)
         if len(changed) > max(len(both) / 2, _MIN_CHANGED) and not is_permuted:
             return fault(
                 what="the values of the samples depend on the number of processes.",
@@ -379,7 +385,7 @@ def _is_different_data(samples: list[list[Any]]) -> bool:
 def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     """The samples of the first pass, in order: index and content of each, or content alone.
 
-    Of a pass without an end, only as many as the rank's share of the dataset.
+    At most as many as the rank's share of the dataset: a pass may have no end.
     """
     fetches = [event for event in log.fetches if event.loader == name]
     # A random augmentation differs from rank to rank; the label does not.

@@ -35,19 +35,19 @@ def different_buffers(case: Case) -> Judgement:
         _first_uses(e for e in log.of(ForwardEnded) if e.evaluation is not None)
         for log in case.ranks
     ]
-    when, uses, evaluated = "evaluating", evaluations, set[int]()
-    if not all(evaluations):
-        when, uses = "training", [_first_uses(log.training_forwards) for log in case.ranks]
-        evaluated = {use.step for own in evaluations for use in own if use.step}
+    all_evaluate = all(evaluations)
+    when = "evaluating" if all_evaluate else "training"
+    uses = evaluations
+    if not all_evaluate:
+        uses = [_first_uses(log.training_forwards) for log in case.ranks]
     if not all(uses):
         return NotJudged("no torch.nn.Module was called in the watched steps.")
     buffers = [{point: event.buffers for point, event in own.items()} for own in uses]
     if not any(names for own in buffers for names in own.values()):
         return NoFault("the models have no buffers.")
     differs = differing(buffers)
-    are_known = evaluated <= {use.step for use in differs} or _are_equal_at_end(case, differs)
-    if evaluated and are_known:
-        differs = {use: own for use, own in differs.items() if use.step in evaluated}
+    if not all_evaluate:
+        differs = _differing_when_evaluated(case, differs, evaluations)
     found = first_difference(differs)
     if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
@@ -69,6 +69,22 @@ def different_buffers(case: Case) -> Judgement:
         evidence=f"equal names, different values, after step {first.steps_done}",
         effect=f"{len(names)} of {len(first.buffers)} buffers differ between ranks",
     )
+
+
+def _differing_when_evaluated(
+    case: Case,
+    differs: dict[Use, dict[str, bool]],
+    evaluations: list[dict[Use, ForwardEnded]],
+) -> dict[Use, dict[str, bool]]:
+    """Of buffers in training, those at the steps after which some ranks evaluate; all if these are not known.
+
+    They are known if every rank trained after each of these steps, or if all buffers are equal at the end.
+    """
+    evaluated = {use.step for own in evaluations for use in own if use.step}
+    are_known = evaluated <= {use.step for use in differs} or _are_equal_at_end(case, differs)
+    if not evaluated or not are_known:
+        return differs
+    return {use: own for use, own in differs.items() if use.step in evaluated}
 
 
 def _are_equal_at_end(case: Case, uses: Iterable[Use]) -> bool:

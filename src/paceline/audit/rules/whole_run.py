@@ -25,8 +25,8 @@ _DROPPED = 0.005
 # In shorter passes, more samples than that may be left out in each of them.
 # A quarter changes broken/01_set_epoch_on_one_rank, four times as many broken/03_stream_overlaps.
 _STEPS_OF_PASS = 20
-# Of samples that are drawn at random and used so often by one process, others use nearly all.
-# See broken/98_weighted_parts.
+# One process used at least _FEW_OFTEN samples at least _OFTEN times each, and the ranks never used this share
+# of them: too many for chance. See broken/98_weighted_parts.
 _OFTEN, _FEW_OFTEN, _NEVER = 4, 20, 0.3
 # The loss falls clearly on one process if less than this part of it is left at the end.
 # A quarter changes broken/71_contrastive.
