@@ -62,7 +62,7 @@ def different_buffers(case: Case) -> Judgement:
     return Finding(
         what=f"{names[0]} differs between ranks when {when}.",
         at=first.at,
-        step=first.steps_done + (when == "training"),
+        step=(first.steps_done + (when == "training")) or None,
         why="each rank updates its buffers from its own samples, so each rank evaluates a different model.",
         fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before the model "
         "is used.",
