@@ -930,10 +930,14 @@ def test_a_collective_behind_one_that_does_not_end_is_not_reached_either() -> No
 
 
 def test_entries_that_the_gpu_has_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [entry(state="scheduled"), entry(state="started")]
-    monkeypatch.setattr(flight_recorder, "_dumps", lambda entries: [("nccl", {"entries": each})])
-    each = entries
-    for value, queued in (("1", [True, False]), ("0", [False, False])):
+    given = [
+        entry(state="scheduled"),
+        entry(state="started"),
+        entry(state="scheduled", retired=True),
+    ]
+    dumps = [("nccl", {"entries": given[:3]}), ("gloo", {"entries": given[:1]})]
+    monkeypatch.setattr(flight_recorder, "_dumps", lambda entries: dumps)
+    for value, queued in (("1", [True, False, False, False]), ("0", [False] * 4)):
         monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", value)
         kept = flight_recorder.table()["entries"]
         assert [one["queued"] for one in kept] == queued

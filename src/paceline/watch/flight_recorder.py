@@ -107,14 +107,16 @@ def _entries() -> list[dict[str, Any]]:
     before. NCCL records that with TORCH_NCCL_ENABLE_TIMING, which `paceline run` sets.
     """
     timed = os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
-    return [
-        entry
-        | {"group": entry["process_group"][0], "backend": backend}
-        | {"queued": timed and backend == "nccl" and entry["state"] == "scheduled"}
-        for backend, dump in _dumps(entries=True)
-        for entry in dump.get("entries", ())
-        if entry["process_group"][0]  # the Gloo group in a `ShmGroup` has no name
-    ]
+    found = []
+    for backend, dump in _dumps(entries=True):
+        for entry in dump.get("entries", ()):
+            group = entry["process_group"][0]
+            if not group:
+                continue  # the Gloo group in a `ShmGroup` has no name
+            waits = entry.get("state") == "scheduled" and not entry.get("retired")
+            queued = timed and backend == "nccl" and waits
+            found.append(entry | {"group": group, "backend": backend, "queued": queued})
+    return found
 
 
 def _dumps(*, entries: bool) -> Iterable[tuple[str, dict[str, Any]]]:
