@@ -60,6 +60,8 @@ _EQUAL_LOSS, _ZERO_LOSS = 1e-5, 1e-6
 # A difference by less than this part is no fault of its own (broken/66_class_weights).
 _SAME_LOSS = 1e-3
 
+_NO_GRADIENT = NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
+
 
 def scaled_gradient(case: Case) -> Judgement:
     """The gradient of N ranks on the samples of one process is a multiple of that of one, often N or 1/N."""
@@ -82,11 +84,10 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
         number: 0 for the optimizer that stepped first.
     """
     one, other = case.solo.gradients(number), run.gradients(number)
-    vectors = _flat(one), _flat(other)
-    size, other_size = (float(each.norm()) for each in vectors)
-    if one.keys() != other.keys() or not size or not other_size:
-        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
-    cosine = float(vectors[0] @ vectors[1]) / (size * other_size)
+    compared = _sizes_and_cosine(one, other)
+    if compared is None:
+        return _NO_GRADIENT
+    size, other_size, cosine = compared
     clips = [_clip(each.ranks[0], number) for each in (case.solo, run)]
     norms = [clip.norm for clip in clips if clip is not None and clip.norm]
     if len(norms) == len(clips):
@@ -108,6 +109,17 @@ def _judge_optimizer(case: Case, run: Run, number: int) -> Judgement:
     gathers = (isinstance(e, CollectiveBegun) and "gather" in e.op for e in log.before_backward)
     can_tell = clips[1] is None and not any(gathers)
     return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
+
+
+def _sizes_and_cosine(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
+) -> tuple[float, float, float] | None:
+    """The norms of two gradients and the cosine between them; None if one is 0 or of other parameters."""
+    vectors = _flat(one), _flat(other)
+    size, other_size = (float(each.norm()) for each in vectors)
+    if one.keys() != other.keys() or not size or not other_size:
+        return None
+    return size, other_size, float(vectors[0] @ vectors[1]) / (size * other_size)
 
 
 def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -305,7 +317,7 @@ def different_gradient(case: Case) -> Judgement:
     one, other = case.solo.gradients(), run.gradients()
     size = float(_flat(one).norm())
     if not size or any(len(other.get(name, ())) != len(own) for name, own in one.items()):
-        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
+        return _NO_GRADIENT
     differences = {
         name: float((other[name] - own).norm() / own.norm())
         for name, own in one.items()
@@ -347,11 +359,10 @@ def _gradient_of_gathered(case: Case, run: Run) -> Judgement:
             "with dropout or BatchNorm, the gradient of the parts of a batch is another one."
         )
     one, other = case.solo.gradients(), run.gradients()
-    vectors = _flat(one), _flat(other)
-    size, other_size = (float(each.norm()) for each in vectors)
-    if one.keys() != other.keys() or not size or not other_size:
-        return NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
-    ratio, cosine = other_size / size, float(vectors[0] @ vectors[1]) / (size * other_size)
+    compared = _sizes_and_cosine(one, other)
+    if compared is None:
+        return _NO_GRADIENT
+    ratio, cosine = compared[1] / compared[0], compared[2]
     figure = f"the gradient of step 1 was {ratio:.4g} times as large, with a cosine of {cosine:.3f}"
     if abs(ratio - 1) < _EQUAL and cosine > _SAME_DIRECTION:
         return NoFault(f"{figure}, as that of one process on the same samples.")
