@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
-from paceline.audit.evaluations import Evaluation, first_evaluation
+from paceline.audit.evaluations import Evaluation, MetricCall, first_evaluation
 from paceline.audit.events import CollectiveBegun, ForwardEnded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
@@ -459,40 +459,54 @@ def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> Finding | None:
 
 
 def reduced_again(case: Case) -> Judgement:
-    """Some ranks keep a reduced sum, go on counting from it, and reduce it again in the next evaluation."""
+    """Some ranks keep a reduced sum, go on counting from it, and reduce it again."""
     if case.with_solo_weights is None:
         return NotJudged(case.why_no_replay)
-    for before, each in pairwise(_compare(case)):
-        of_all = zip(
+    for old_solo, old, solo, new in _successive_reductions(_compare(case)):
+        if old.call.at != new.call.at or new.call.reduce != "SUM" or not any(old.results):
+            continue
+        # A number of steps so far is no sum over the samples: the first one differs too.
+        if not all(map(_close, old_solo.results, old.results)):
+            continue
+        for kept in range(1, case.world_size + 1):
+            values = zip(solo.results, old.results, new.results, strict=False)
+            if not all(_close(x + kept * y, z) for x, y, z in values):
+                continue
+            return Finding(
+                what="a sum over the ranks is reduced again.",
+                at=new.call.at,
+                step=new.call.steps_done or None,
+                why="all_reduce writes the sum over the ranks into the tensor, and ranks count on from it.",
+                fix="reduce a copy; or set the tensor to 0 on all ranks after each evaluation.",
+                evidence="with the same weights and samples, its values add up to "
+                f"{sum(solo.results):.6g} on one process and to {sum(new.results):.6g} on "
+                f"{case.world_size}",
+                effect=f"the sum before is in it {kept} times too often",
+            )
+    return NoFault("no sum of an evaluation was in a later one.")
+
+
+def _successive_reductions(
+    compared: list[_Comparison],
+) -> Iterator[tuple[MetricCall, MetricCall, MetricCall, MetricCall]]:
+    """Pairs of reductions of the solo run and of rank 0, an earlier one and a later one.
+
+    They have the same place in two evaluations, one after the other; or the same line in one evaluation.
+    """
+    for before, each in pairwise(compared):
+        yield from zip(
             before.solo.metric_calls,
             before.ranks[0].metric_calls,
             each.solo.metric_calls,
             each.ranks[0].metric_calls,
             strict=False,
         )
-        for old_solo, old, solo, new in of_all:
-            if old.call.at != new.call.at or new.call.reduce != "SUM" or not any(old.results):
-                continue
-            # A number of steps so far is no sum over the samples: the first one differs too.
-            if not all(map(_close, old_solo.results, old.results)):
-                continue
-            for kept in range(1, case.world_size + 1):
-                values = zip(solo.results, old.results, new.results, strict=False)
-                if not all(_close(x + kept * y, z) for x, y, z in values):
-                    continue
-                return Finding(
-                    what="a sum over the ranks is reduced again in the next evaluation.",
-                    at=new.call.at,
-                    step=new.call.steps_done or None,
-                    why="all_reduce writes the sum over the ranks into the tensor, and "
-                    f"{kept} of {case.world_size} ranks count on from it.",
-                    fix="set the tensor to 0 on all ranks after each evaluation, or reduce a copy.",
-                    evidence="with the same weights and samples, its values add up to "
-                    f"{sum(solo.results):.6g} on one process and to {sum(new.results):.6g} on "
-                    f"{case.world_size}",
-                    effect=f"the sum has {kept} times the sum of the evaluation before in it",
-                )
-    return NoFault("no sum of an evaluation was in that of the next one.")
+    for each in compared:
+        latest: dict[str, tuple[MetricCall, MetricCall]] = {}
+        for solo, own in zip(each.solo.metric_calls, each.ranks[0].metric_calls, strict=False):
+            if own.call.at in latest:
+                yield (*latest[own.call.at], solo, own)
+            latest[own.call.at] = solo, own
 
 
 def metric_of_one_rank(case: Case) -> Judgement:
