@@ -481,7 +481,7 @@ def reduced_again(case: Case) -> Judgement:
                 evidence="with the same weights and samples, its values add up to "
                 f"{sum(solo.results):.6g} on one process and to {sum(new.results):.6g} on "
                 f"{case.world_size}",
-                effect=f"the sum before is in it {kept} times too often",
+                effect=f"the sum before is in it {kept} time{'s' * (kept > 1)} too often",
             )
     return NoFault("no sum of an evaluation was in a later one.")
 
