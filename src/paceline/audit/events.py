@@ -276,7 +276,7 @@ class ForwardEnded(EventInStep):
     sync: bool | None = None  # whether DDP reduces the gradients of this forward; None without DDP
     bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
     samples: int | None = None  # the length of the first tensor; None without one
-    # The digest of each of its rows, at most 4096; None without a tensor, or if it has a gradient.
+    # The digest of each of its rows, at most 4096; None without a tensor, or if it was computed with a graph.
     rows: list[int] | None = None
     inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
     # The digests of the states of the generators before it.

@@ -286,7 +286,7 @@ class RankLog:
 
     @cached_property
     def updates(self) -> list[Update]:
-        """The updates. A backward after `zero_grad` begins a new one."""
+        """The updates. A backward after `zero_grad`, or after a clipping or a step, begins a new one."""
         found: list[Update] = []
         after_zero = True
         for event in self.events:
@@ -413,7 +413,10 @@ class Run:
 
 
 def read_logs(folder: Path, world_size: int) -> list[RankLog]:
-    """The logs of a run's ranks; empty for a rank that wrote nothing."""
+    """The logs of a run's ranks; empty for a rank that wrote nothing.
+
+    They are without the loop of a training before the first DDP, which the files contain.
+    """
     logs = []
     for rank in range(world_size):
         events = list(_events(folder / f"rank{rank}.jsonl"))

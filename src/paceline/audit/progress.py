@@ -47,8 +47,8 @@ class Progress:
         loaders_of_step: The loaders that gave a batch since the latest step.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
             next forward.
-        evaluation: The number of the current evaluation (forwards without gradient between two backwards);
-            None in training. See `evaluations.first_evaluation`.
+        evaluation: The number of the current evaluation (forwards without gradient, up to the next forward or
+            backward of training); None in training. See `evaluations.first_evaluation`.
         weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
             evaluation, by number; None if they are saved already.
         after_evaluation: What to call when the training goes on after the current evaluation.

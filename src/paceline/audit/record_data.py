@@ -78,7 +78,8 @@ class DataHooks:
         self._count: Callable[[Any], int] = DataLoader.__len__
         # With the loader, because the id of a deleted one could be that of another object.
         self._seen: dict[int, tuple[LoaderSeen, DataLoader[Any]]] = {}
-        # The loader of each dataset, by its id. Of several loaders of one dataset, the one that began last.
+        # The loader of each dataset, by its id. Of several loaders of one dataset, the one whose first use
+        # came last: if they take turns, all fetches get its name.
         self._of_dataset: dict[int, str] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()

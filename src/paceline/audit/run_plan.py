@@ -15,7 +15,7 @@ _VARIABLE = "PACELINE_VERIFY"
 #   ordinary    several processes with the data of the script
 #   mirrored    a replay: each rank gets the batches of the solo run, so all results must equal those of it
 #   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
-#               divides its batch size by the number of processes
+#               divides its batch size by the number of processes, or gathers values for its loss
 #   same-weights  the data of the script, with the weights of the solo run in each evaluation and one seed for
 #               all ranks. It is used if no batches can be replayed, or the replay took other steps, and
 #               an evaluation exchanges results. The replays set these weights too

@@ -19,7 +19,8 @@ from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudg
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
 # Up to this number, float32 holds every integer; larger sums are whole numbers, rounded.
 _MAX_COUNT = 2**24
-# Samples that count twice are a note up to this share: a metric with three digits hardly shows them.
+# Samples that count twice are a note up to this share: a metric with three digits hardly shows them. A metric
+# for which no cause is known, and that changes by less, is not judged.
 # A quarter changes broken/04_two_validation_sets and sound/30_metric_gathered_with_counts.
 _SMALL_SHARE = 1e-3
 # A share of samples, or a mean, that changes by less is equal. See broken/04_gathered_with_surplus.

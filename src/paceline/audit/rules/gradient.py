@@ -203,7 +203,7 @@ def _weight_in_gradient(run: Run) -> float | None:
 
 
 def share_of_each_rank(run: Run) -> float | None:
-    """The factor of each rank's gradient of step 1 in that of the optimizer; None if unknown or not one."""
+    """The factor of each rank's gradient of step 1 in that of the optimizer; None if unknown or unequal."""
     if run.ranks[0].of(DDPBuilt):
         return None if run.ranks[0].of(CommHookSet) else 1 / len(run.ranks)
     final = run.gradients()

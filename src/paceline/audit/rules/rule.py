@@ -131,7 +131,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NoFault:
-    """The rule judged the script and found no fault."""
+    """The rule found no fault; also if the script has nothing that the rule looks at."""
 
     evidence: str
 
@@ -158,11 +158,13 @@ class Rule:
     # Whether the rule works under DDP's Join, where a rank without batches enters the collectives of the
     # others.
     works_with_join: bool = True
-    # Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
+    # Whether the rule compares the ranks' weights. It then judges no script whose parameters are all sharded,
+    # or whose ranks update different parameters.
     compares_weights: bool = False
     # Whether what the rule reports is also a fault if the ranks hold parts of one model.
     judges_split_models: bool = False
-    # The names of rules. A fault of one of them also causes what this rule looks for.
+    # The names of rules. A fault of one of them also causes what this rule looks for, and makes a finding of
+    # this rule `NotJudged`. It has no effect on rules that are last.
     consequence_of: tuple[str, ...] = ()
     is_last: bool = False  # whether the rule is judged only if no rule before it found a fault
 

@@ -25,7 +25,7 @@ _SAME_METRIC = 1e-6
 _MIN_STEPS = 3
 # This part of these steps must have the rate of the wrong speed. See broken/13_lambda_budget.
 _MIN_SHARE = 0.8
-# A fault needs at least this many times the calls per update of one process.
+# Numbers of calls or steps are about equal if they differ by less than this factor.
 # See broken/13_schedule_of_all_batches; a quarter changes broken/73_one_cycle.
 _MORE_CALLS = 1.5
 # The end of a schedule has less than the first part of the largest rate; above the second it is not reached.

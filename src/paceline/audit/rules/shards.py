@@ -22,7 +22,7 @@ _SLACK = 0.1
 # indices.
 _FOUND_AGAIN = 0.1
 # Ranks that read the same stream have at least this share of their samples in common.
-# A quarter changes broken/03_stream_overlaps.
+# A quarter changes broken/03_stream_overlaps. See broken/02_batches_shifted.
 _WHOLE = 0.9
 # Fewer common samples may be due to chance or to padding. See broken/02_many_samples.
 _MIN_COMMON = 3
