@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import secrets
+import stat
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from paceline.machine import process_status, start_ticks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME = "paceline"  # of the anonymous file, in /proc
 _PAGE_BYTES = 4096
 _COLUMNS = 9  # of the header; a column has one 64-bit cell for each rank
 _TOTAL_BYTES = 32 << 20  # for all slots of a group; more only if slots have their smallest size
@@ -165,6 +167,30 @@ def open_segment(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
     return segment
 
 
+def open_unlinked(pid: int, descriptor: int, prefix: str = "/") -> int:
+    """Open for writing what a process of this user has open: a file that has no name any more.
+
+    Other users can write the numbers, because torch's store has no authentication. So the file is examined
+    first: opening a device or a pipe may have effects.
+
+    Args:
+        prefix: of its former path.
+
+    Raises:
+        OSError: there is no such file, or it is another one.
+    """
+    handle = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        status, link = os.fstat(handle), f"/proc/self/fd/{handle}"
+        is_unlinked = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+        is_own = status.st_uid == os.geteuid() and os.readlink(link).startswith(prefix)
+        if not (is_unlinked and is_own):
+            raise PermissionError(f"file {descriptor} of process {pid} is no memory of this job")
+        return os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+
+
 def _header_bytes(size: int) -> int:
     return -(-8 * (2 + _COLUMNS * size) // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -185,14 +211,13 @@ def _host_id() -> str:
 
 def _create(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
     _refuse_unsupported()
-    descriptor = os.memfd_create("paceline")
+    descriptor = os.memfd_create(_NAME)
     try:
         os.ftruncate(descriptor, _total_bytes(size))
         memory = mmap.mmap(descriptor, _total_bytes(size))
         token = secrets.token_bytes(8)
         memory[:8] = token
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        store.set("memory", f"{path} {token.hex()} {_host_id()}")
+        store.set("memory", f"{os.getpid()} {descriptor} {token.hex()} {_host_id()}")
         # Keep the descriptor open until all ranks have opened it. After that, their mappings keep the memory.
         store.wait([f"opened/{rank}" for rank in range(1, size)], timeout)
     finally:
@@ -207,17 +232,17 @@ def _open(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         found = store.get("memory").decode()
         if found == "none":
             raise SharedMemoryUnavailable("rank 0 could not create the memory")
-        path, token, host_id = found.split(" ", 2)
+        pid, descriptor, token, host_id = found.split(" ", 3)
         _refuse_unsupported()
         if host_id != _host_id():
             raise SharedMemoryUnavailable(
                 "it is on another host than rank 0, or in a container of its own"
             )
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        handle = open_unlinked(int(pid), int(descriptor), f"/memfd:{_NAME} ")
         try:
-            memory = mmap.mmap(descriptor, _total_bytes(size))
+            memory = mmap.mmap(handle, _total_bytes(size))
         finally:
-            os.close(descriptor)
+            os.close(handle)
         if memory[:8] != bytes.fromhex(token):
             raise SharedMemoryUnavailable("the file opened is not the memory of rank 0")
         return memory

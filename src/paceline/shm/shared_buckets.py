@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline import torch_private
 from paceline.log import logger
-from paceline.shm.segment import Segment
+from paceline.shm.segment import Segment, open_unlinked
 
 MIN_BYTES = 64 << 10  # smaller tensors go through the slots, which needs one synchronization fewer
 # Reduced at once: the sum stays in the cache until it is written to all buckets.
@@ -139,7 +139,7 @@ class SharedBuckets:
         parts: Parts = []
         for rank, descriptor in enumerate(descriptors):
             try:
-                found = os.open(f"/proc/{segment.pid(rank)}/fd/{descriptor}", os.O_RDWR)
+                found = open_unlinked(segment.pid(rank), descriptor)
                 try:
                     memory = mmap.mmap(found, count * width)
                 finally:

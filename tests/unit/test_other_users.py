@@ -1,0 +1,49 @@
+"""What another user of this host can write, and what Paceline does with it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from paceline.shm import segment
+from paceline.shm.segment import SharedMemoryUnavailable, open_segment
+
+NOBODY = 65534
+TOKEN = b"12345678"
+
+
+def _victim(kind: str, path: Path) -> int:
+    """A file that is not the memory of rank 0, with the token and the size of one."""
+    if kind in ("another memory", "memory of another user"):
+        victim = os.memfd_create("other" if kind == "another memory" else "paceline")
+    else:
+        victim = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.write(victim, TOKEN)
+    os.ftruncate(victim, 1 << 24)
+    if kind == "memory of another user":
+        if os.getuid() != 0:
+            pytest.skip("only root can make a file of another user")
+        os.fchown(victim, NOBODY, NOBODY)
+    if kind == "a deleted file":
+        path.unlink()
+    return victim
+
+
+@pytest.mark.parametrize(
+    "kind", ["a path", "a file", "a deleted file", "another memory", "memory of another user"]
+)
+def test_a_rank_writes_only_to_the_memory_of_rank_0(kind: str, tmp_path: Path) -> None:
+    victim = _victim(kind, tmp_path / "victim")
+    before = os.pread(victim, 1 << 24, 0)
+    place = tmp_path / "victim" if kind == "a path" else f"{os.getpid()} {victim}"
+    store = dist.HashStore()
+    store.set("memory", f"{place} {TOKEN.hex()} {segment._host_id()}")
+    store.set("problem/0", "")
+    with pytest.raises(SharedMemoryUnavailable, match="rank 1: "):
+        open_segment(store, 1, 2, timedelta(seconds=1))
+    assert os.pread(victim, 1 << 24, 0) == before
+    os.close(victim)
