@@ -46,14 +46,17 @@ COMPILER = "torch._dynamo"
 # The last words of several names, for `has_all`.
 AGENT_OF_TORCH = "torch's own agent runs the ranks: failures and hangs are not explained"
 RENDEZVOUS_OF_TORCH = (
-    "jobs on several nodes use torch's own rendezvous, which finds a lost node later and keeps one store "
-    "over restarts"
+    "jobs on several nodes use torch's own rendezvous, which finds a lost node later, keeps one store over "
+    "restarts, and unpickles what it reads from the network"
 )
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _AGENT_METHOD = "torch documents that subclasses replace it, but under its private name"
 _LOST_NODES = "the public handler takes 43 s to see a lost node, and cannot be told to be faster"
 _NO_EVENTS = "it inspects the stack at each exchange of the state, which takes 10 ms"
+_NO_PICKLE = (
+    "the public handler unpickles the state, which everybody who reaches the store can write"
+)
 _NEW_STATE = "the handler has no public way to read the state of the other nodes now"
 _NEW_STORE = (
     "the handler keeps the store of the ranks over restarts, with the addresses of dead ranks"
@@ -258,14 +261,12 @@ NAMES = (
         )
         for name, of_objects, why in (
             ("_Action", False, _LOST_NODES),
-            ("_BackendRendezvousStateHolder", False, _LOST_NODES),
-            ("_BackendRendezvousStateHolder._last_sync_time", True, _NEW_STATE),
-            ("_BackendRendezvousStateHolder._record", False, _NO_EVENTS),
-            ("_BackendRendezvousStateHolder._sanitize", False, _LOST_NODES),
             ("_DistributedRendezvousOpExecutor", False, _LOST_NODES),
             ("_DistributedRendezvousOpExecutor._mark_rendezvous_complete", False, _NODE_NUMBERS),
             ("_DistributedRendezvousOpExecutor._record", False, _NO_EVENTS),
             ("_DistributedRendezvousOpExecutor._state", True, _NEW_STATE),
+            ("_NodeDesc", False, _NO_PICKLE),
+            ("_RendezvousState", False, _NO_PICKLE),
             ("_remove_participant_epilogue", False, _LOST_NODES),
             ("DynamicRendezvousHandler._bootstrap_store_info", True, _NEW_STORE),
             ("DynamicRendezvousHandler._create_tcp_store_server", False, _NEW_STORE),

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from paceline import torch_private
 from paceline.launch.endpoint import Endpoint
 from paceline.launch.node_facts import NodeFacts
 from paceline.launch.nodes import NodeOptions, StateHolder, rendezvous_of_nodes
@@ -29,11 +30,12 @@ SETTINGS = RendezvousSettings(
     keep_alive_interval=timedelta(seconds=1),
     keep_alive_max_attempt=3,
 )
+OTHER = torch_private.look_up(f"{torch_private.RENDEZVOUS}._NodeDesc")("b", 1, 0)
 
 
-def _beat(holder: StateHolder, node: str, ahead_s: float) -> None:
+def _beat(holder: StateHolder, ahead_s: float) -> None:
     holder.sync_now()
-    holder.state.last_heartbeats[node] = datetime.now(UTC) + timedelta(seconds=ahead_s)
+    holder.state.last_heartbeats[OTHER] = datetime.now(UTC) + timedelta(seconds=ahead_s)
     holder.mark_dirty()
     holder.sync()
 
@@ -44,16 +46,16 @@ def test_clocks_an_hour_apart_are_noticed_and_no_node_is_dead_for_it(
     backend = C10dRendezvousBackend(HashStore(), "job")
     here, there = StateHolder(backend, SETTINGS), StateHolder(backend, SETTINGS)
     for _ in range(2):  # the age of the first heartbeat is not known
-        _beat(there, "b", 3600)
+        _beat(there, 3600)
         here.sync_now()
-    assert here.clock_offsets_s["b"] == pytest.approx(3600, abs=5)
+    assert here.clock_offsets_s[OTHER] == pytest.approx(3600, abs=5)
     assert here.dead == set()
     # A node is dead when its heartbeat stays the same, whatever time it says.
     now = time.monotonic()
     for later in (1.0, 2.0, 3.0, 4.0):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
         here.sync_now()
-    assert here.dead == {"b"}
+    assert here.dead == {OTHER}
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -64,13 +66,13 @@ def test_a_node_without_heartbeats_is_dead_after_as_many_intervals_as_the_user_w
     backend = C10dRendezvousBackend(HashStore(), "job")
     here, there = StateHolder(backend, settings), StateHolder(backend, settings)
     for _ in range(2):
-        _beat(there, "b", 0)
+        _beat(there, 0)
         here.sync_now()
     now = time.monotonic()
     for number in range(1, attempts + 2):  # a look is a little later than a heartbeat
         monkeypatch.setattr(time, "monotonic", lambda number=number: now + 1.05 * number)
         here.sync_now()
-    assert here.dead == {"b"}
+    assert here.dead == {OTHER}
 
 
 def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.MonkeyPatch) -> None:

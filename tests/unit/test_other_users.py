@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+)
 
+from paceline.launch.nodes import StateHolder
 from paceline.shm import segment
 from paceline.shm.segment import SharedMemoryUnavailable, open_segment
 
@@ -47,3 +55,27 @@ def test_a_rank_writes_only_to_the_memory_of_rank_0(kind: str, tmp_path: Path) -
         open_segment(store, 1, 2, timedelta(seconds=1))
     assert os.pread(victim, 1 << 24, 0) == before
     os.close(victim)
+
+
+class _Pickle:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("data", [None, b"", b"[]", b"{}", b'{"round": "x"}', b"[" * 9999, b"\xff"])
+def test_a_state_of_the_nodes_that_is_no_json_of_paceline_is_refused(
+    data: bytes | None, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    timeout, second = RendezvousTimeout(), timedelta(seconds=1)
+    settings = RendezvousSettings("job", 2, 2, timeout, second, 3)
+    backend = C10dRendezvousBackend(dist.HashStore(), "job")
+    backend.set_state(pickle.dumps(_Pickle(str(victim))) if data is None else data)
+    with pytest.raises(RendezvousStateError, match="was not written by this version"):
+        StateHolder(backend, settings).sync_now()
+    assert not victim.exists()

@@ -6,8 +6,8 @@ Changes: a node is dead when its heartbeat has not changed for 3 s of *this* nod
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
 each round has a new store for the ranks; the first round begins without torch's random pause, and up to
 16 nodes read the state at least ten times a second while they meet; more nodes read it less often. Several
-nodes with static or etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges
-pickled state between them: use several nodes in trusted networks only.
+nodes with static or etcd rendezvous use torch's own. The state in the store is JSON: torch unpickles it, and
+everybody who reaches the store can write it, because torch does not authenticate the nodes.
 
 Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
 refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
 )
 from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -50,7 +53,6 @@ from paceline.launch.node_facts import NodeFacts, NodeTable, describe, differenc
 from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT
 
 _MODULE = torch_private.RENDEZVOUS
-_HOLDER = f"{_MODULE}._BackendRendezvousStateHolder"
 _EXECUTOR = f"{_MODULE}._DistributedRendezvousOpExecutor"
 _HANDLER = f"{_MODULE}.DynamicRendezvousHandler"
 _RANDOM_DELAY = f"{_MODULE}._delay"
@@ -59,18 +61,19 @@ _found: list[Any] = [
     torch_private.look_up(path)
     for path in (
         f"{_MODULE}._Action",
-        _HOLDER,
+        f"{_MODULE}._RendezvousState",
+        f"{_MODULE}._NodeDesc",
         _EXECUTOR,
         f"{_MODULE}._remove_participant_epilogue",
     )
 ]
-_Action, _StateHolder, _OpExecutor, _remove_epilogue = _found
+_Action, _State, _NodeDesc, _OpExecutor, _remove_epilogue = _found
 
 # All nodes write their heartbeats under one key, so many nodes must write less often.
 _MANY_NODES = 64
 _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
-_CACHED_S = 1.5  # torch answers from its cache for 1 s, so the state is looked at this much later
+_CACHED_S = 1.0  # a newer state is not read again
 # Each poll of a node reads the state of all, and nodes that join at one time overwrite each other's state and
 # try again. So both are spread over a time that grows with the number of nodes.
 _POLL_S = 0.1
@@ -81,37 +84,114 @@ _ATTEMPTS = 3
 _CLOCK_OFFSET_S = 60
 
 
-class StateHolder(_StateHolder or object):  # type: ignore[misc]
-    """The shared state, and the nodes that this one considers dead.
+def _encode(state: Any) -> bytes:
+    nodes = {
+        "participants": [[*_fields(n), rank] for n, rank in state.participants.items()],
+        "wait_list": [_fields(n) for n in state.wait_list],
+        "redundancy_list": [_fields(n) for n in state.redundancy_list],
+        "last_heartbeats": [
+            [*_fields(n), at.isoformat()] for n, at in state.last_heartbeats.items()
+        ],
+    }
+    deadline = state.deadline and state.deadline.isoformat()
+    plain = {"round": state.round, "complete": state.complete, "closed": state.closed}
+    return json.dumps(plain | {"deadline": deadline} | nodes).encode()
+
+
+def _decode(data: bytes) -> Any:
+    state = _State()
+    try:
+        read = json.loads(data)
+        state.round = int(read["round"])
+        state.complete, state.closed = bool(read["complete"]), bool(read["closed"])
+        state.deadline = read["deadline"] and _time(read["deadline"])
+        state.participants = {_node(*node): int(rank) for *node, rank in read["participants"]}
+        state.wait_list = {_node(*node) for node in read["wait_list"]}
+        state.redundancy_list = {_node(*node) for node in read["redundancy_list"]}
+        state.last_heartbeats = {_node(*node): _time(at) for *node, at in read["last_heartbeats"]}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise RendezvousStateError(
+            "the state of the nodes in the store was not written by this version of paceline run"
+        ) from error
+    return state
+
+
+def _fields(node: Any) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(address: object, pid: int, local_id: int) -> Any:
+    return _NodeDesc(str(address), int(pid), int(local_id))
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)
+
+
+class StateHolder:
+    """The state that the nodes share, and the nodes that this one considers dead.
+
+    It has the methods of torch's `_RendezvousStateHolder`.
 
     Attributes:
+        state: As of the last `sync`.
         dead: Nodes whose heartbeat has not changed for too long.
         clock_offsets_s: By node, how far its clock is ahead of this one's, to about the time of a heartbeat.
     """
 
     def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
-        super().__init__(backend, settings)
+        self.state: Any = _State()
         self.dead: set[Any] = set()
         self.clock_offsets_s: dict[Any, float] = {}
+        self._backend = backend
+        self._token: Any = None
+        self._is_dirty = False
+        self._synced_at = -math.inf
         self._options = settings
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
-        # Between two looks at the state.
-        self._usual_s = settings.keep_alive_interval.total_seconds() + _CACHED_S
+        # Between two looks at the state, which is looked at once in each interval.
+        self._usual_s = settings.keep_alive_interval.total_seconds() + 1.5 * _CACHED_S
         self._seen: dict[Any, tuple[Any, float]] = {}
         self._looked_at = 0.0
 
-    def _record(self, *args: Any, **kwargs: Any) -> None:
-        """No event for each exchange of the state: torch inspects the stack for it, which takes 10 ms."""
+    def mark_dirty(self) -> None:
+        """Write the state at the next `sync`."""
+        self._is_dirty = True
+
+    def sync(self) -> bool | None:
+        """Write the state, or read it if it is older than a second.
+
+        Returns:
+            Whether it was written; None if it was not changed. If another node wrote first, `state` is what
+            that node wrote.
+
+        Raises:
+            RendezvousStateError: something else is in its place.
+        """
+        has_set: bool | None = None
+        answer: tuple[bytes, Any] | None
+        if self._is_dirty:
+            written = self._backend.set_state(_encode(self.state), self._token)
+            answer, has_set = (written[:2], written[2]) if written else (None, False)
+        elif time.monotonic() - self._synced_at <= _CACHED_S:
+            return None
+        else:
+            answer = self._backend.get_state()
+        self.state = _State() if answer is None else _decode(answer[0])
+        self._token = answer and answer[1]
+        self._is_dirty = False
+        self._synced_at = time.monotonic()
+        self._remove_dead()
+        return has_set
 
     def sync_now(self) -> None:
         """Read the state again, however new it is."""
-        torch_private.set_attribute(f"{_HOLDER}._last_sync_time", self, -1)
+        self._synced_at = -math.inf
         self.sync()
 
-    def _sanitize(self) -> None:
-        """Remove dead nodes from the state; torch's method compares the clocks of hosts."""
+    def _remove_dead(self) -> None:
         now = time.monotonic()
         state = self.state
         beats = state.last_heartbeats
@@ -145,7 +225,8 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
     waiting: Callable[[Any], None]
     holder: StateHolder
 
-    _record = StateHolder._record
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        """No event for each exchange of the state: torch inspects the stack for it, which takes 10 ms."""
 
     def _mark_rendezvous_complete(self) -> None:
         mark: Any = torch_private.find(f"{_EXECUTOR}._mark_rendezvous_complete")
@@ -224,7 +305,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         generator: Any = torch_private.find(f"{_HANDLER}._node_desc_generator")
         self._node = node = generator.generate(local_addr)
         self._holder = StateHolder(backend, settings)
-        super().__init__(node, settings, backend.name, store, self._holder)
+        holder: Any = self._holder
+        super().__init__(node, settings, backend.name, store, holder)
         executor = _Executor(node, self._holder, settings)
         executor.holder = self._holder
         executor.survivors = lambda: self._met - self._holder.dead
