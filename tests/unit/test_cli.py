@@ -253,6 +253,19 @@ def test_wrong_input_names_the_nearest_match(
     assert printed.out == ""
 
 
+def test_a_starter_script_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    assert cli.main(["init", str(file)]) == ExitCode.OK
+    file.write_text("mine")
+    assert cli.main(["init", str(file)]) == ExitCode.CANNOT_CREATE
+    assert file.read_text() == "mine"
+    offered = capsys.readouterr().err.split()[-3:]  # a command that works
+    assert offered[:2] == ["paceline", "init"]
+    assert cli.main(offered[1:]) == ExitCode.OK
+
+
 def _code(entry: Any, words: list[str]) -> int:
     try:
         return int(entry(words))

@@ -313,6 +313,21 @@ def test_an_error_of_paceline_is_shown_with_its_fix_and_once(
     assert (code, out) == (0, f"4: {OWN_ERROR}\n")
 
 
+def test_a_hang_that_the_launcher_reported_is_shown_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = (
+        "hang: rank 0 has waited 12 s in all_reduce #4 at train.py:57\n"
+        "      rank 1 (host b, pid 812) has not entered it: evaluate() at train.py:91\n"
+        "why:  only rank 1 is in evaluate().\n"
+        "fix:  call it on all ranks.\n"
+    )
+    code, out = _explained(tmp_path, capsys, f"step 4\n{report}step 5\n")
+    assert code == 0
+    assert report in out
+    assert _explained(tmp_path, capsys, "what hang: none\nstep 5\n")[0] == 1
+
+
 def test_reports_do_not_hide_other_errors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

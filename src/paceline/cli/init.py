@@ -24,6 +24,13 @@ def main(argv: Sequence[str]) -> int:
             out.write(
                 text.replace("train.py", file.name).replace("runs/train", f"runs/{file.stem}")
             )
+    except FileExistsError:
+        print(
+            f"paceline init: {file} exists, and is not overwritten. Name another file: "
+            f"paceline init {file.with_stem(file.stem + '2')}",
+            file=sys.stderr,
+        )
+        return ExitCode.CANNOT_CREATE
     except OSError as error:
         print(f"paceline init: {file} cannot be written: {error.strerror}.", file=sys.stderr)
         return ExitCode.CANNOT_CREATE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import sys
@@ -111,11 +112,14 @@ def _keys() -> Iterator[None]:
 
 
 def _quits(timeout_s: float) -> bool:
-    """Wait up to `timeout_s` for a key, and return whether it was q. Without a terminal it only waits."""
+    """Wait up to `timeout_s`; returns whether q was pressed. Without a terminal it only waits."""
     until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():
             time.sleep(left_s)
         elif select.select([sys.stdin], [], [], left_s)[0]:
-            return sys.stdin.read(1) in ("q", "Q", "")
+            # Unbuffered: what `sys.stdin` reads ahead, `select` does not see.
+            keys = os.read(sys.stdin.fileno(), 64)
+            if not keys or b"q" in keys.lower():
+                return True
     return False

@@ -43,9 +43,10 @@ _DOTTED = re.compile(rb"(?:[A-Za-z_]\w*\.)+\w+(?::|\s*$)")
 _WRAPPERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 _MAX_REPORTS = 20
 _MAX_OPEN = 1000  # errors that have not ended; each may have a prefix of its own
-# The first line of an error of Paceline, as a traceback or a command prints it; see `errors.py`.
-_REPORT = re.compile(rb"(?<![\w.])paceline(?:(?:\.\w+)*\.[A-Z]\w*| \w+)?: ")
-_REASON = re.compile(rb"^  (?:why|fix): ", re.MULTILINE)
+# The first line of an error of Paceline, as a traceback or a command prints it (see `errors.py`), or of the
+# launcher's report of a hang.
+_REPORT = re.compile(rb"(?<![\w.])(?:paceline(?:(?:\.\w+)*\.[A-Z]\w*| \w+)?|hang): ")
+_REASON = re.compile(rb"^(?:  )?(?:why|fix): ", re.MULTILINE)
 _LOST_PEER = b"paceline.errors.PeerFailed: "
 
 
@@ -279,12 +280,12 @@ class _Reports:
         self._texts: dict[bytes, tuple[int, bytes]] = {}
 
     def take(self, first: int, block: bytes) -> None:
-        if not self._open and b"paceline" not in block:
+        if not (self._open or b"paceline" in block or b"hang: " in block):
             return
         for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
             for prefix in self._open.prefixes_of(line):
                 body = line[len(prefix) :].rstrip()
-                if body.startswith(b"  "):
+                if body.startswith((b"  ", b"why: ", b"fix: ")):
                     self._open[prefix][1].append(body)
                 else:
                     self._close(prefix)
