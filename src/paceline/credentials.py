@@ -17,20 +17,29 @@ _PLACE = re.compile(r"_(?:FILE|PATH|DIR|URI)$|^GOOGLE_APPLICATION_CREDENTIALS$",
 _MIN_LENGTH = 6  # a shorter value is a part of other words
 _HIDDEN = "***"
 _WORD = (
-    r"secret|token|password|passwd|signature|credential|sas|connection_string|"
+    r"secret|password|passwd|passphrase|signature|credential|connection_string|api_?key|"
     r"(?:access|account|shared|private)_?key"
 )
-_VALUE = r"""(?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|[^\s&,;"']+)"""
-_PATTERNS = (
-    (re.compile(r"-----BEGIN [^-]*PRIVATE KEY-----.*?(?:-----END [^-]*-----|$)", re.S), _HIDDEN),
-    (re.compile(r"(://)[^/\s@]*:[^\s@]*@"), rf"\1{_HIDDEN}@"),
-    (re.compile(r"(\w+://[^\s?\"'<>]+)\?[^\s\"'<>]+"), rf"\1?{_HIDDEN}"),
-    (
-        re.compile(rf"(\b[\w-]*(?:{_WORD}|\bsig)[\w-]*(?: ?= ?|[\"']?: ?)){_VALUE}", re.I),
-        rf"\1{_HIDDEN}",
-    ),
-    (re.compile(r"(?i)\b((?:bearer|sharedkey|basic) )[\w.~+/=:-]+"), rf"\1{_HIDDEN}"),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), _HIDDEN),
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)"""
+# "token" is a common word of models: a number or a short word after it is none.
+_TOKEN_VALUE = r"""(?:"[^"]{8,}"?|'[^']{8,}'?|(?=[\w.~+/-]*\d)(?=[\w.~+/-]*[a-z])[\w.~+/=-]{8,})"""
+_PATTERNS = tuple(
+    (re.compile(pattern, re.I | re.S), replacement)
+    for pattern, replacement in (
+        (r"-----BEGIN [^-]*PRIVATE KEY-----.*?(?:-----END [^-]*-----|$)", _HIDDEN),
+        (r"(://)[^/\s@]*:[^\s@]*@", rf"\1{_HIDDEN}@"),
+        (r"(\w+://[^\s?\"'<>]+)\?[^\s\"'<>]+", rf"\1?{_HIDDEN}"),
+        (
+            rf"(\b[\w-]*(?:{_WORD}|\bsig\b|\bsas\b)[\w-]*(?: ?= ?|[\"']?: ?))"
+            rf"(?:{_QUOTED}|[^\s&,;\"']+)",
+            rf"\1{_HIDDEN}",
+        ),
+        (rf"(\b(?:[\w-]*[_-])?token(?: ?= ?|[\"']?: ?)){_TOKEN_VALUE}", rf"\1{_HIDDEN}"),
+        (r"\b((?:bearer|sharedkey|basic) )[\w.~+/=:-]+", rf"\1{_HIDDEN}"),
+        (r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}", _HIDDEN),
+        # Hugging Face, GitHub, GitLab, OpenAI, Slack
+        (r"\b(?:hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abp]-)[\w-]{16,}", _HIDDEN),
+    )
 )
 
 
@@ -39,8 +48,20 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _PLACE.search(name)
 
 
+def public_variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables of the environment with these prefixes, without credentials."""
+    return {
+        name: redact(value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes) and not is_secret_name(name)
+    }
+
+
 def redact(text: str) -> str:
-    """Replace what looks like a credential, and the values of variables that hold credentials."""
+    """Replace what looks like a credential, and the values of variables that hold credentials.
+
+    Every text of an exception that leaves the process, other than to the terminal, goes through it.
+    """
     values = [v for name, v in os.environ.items() if is_secret_name(name) and len(v) >= _MIN_LENGTH]
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)

@@ -138,6 +138,14 @@ def test_the_traceback_stays_with_its_launcher() -> None:
     ]
 
 
+def test_credentials_in_errors_stay_in_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    error = dataclasses.replace(ERROR, message="403 for 0123456789 and password='abcdefghi'")
+    _, there = _verdicts([[outcome(0, -2.0, error)], [outcome(1, -1.9, LOST)]])
+    assert there.original.error is not None
+    assert there.original.error.message == "403 for *** and password=***"
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[" * 10_000, "[7]", "[{}]", '[{"time": 1e999}]'])
 def test_values_that_cannot_be_read_are_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.01)

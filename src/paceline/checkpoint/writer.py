@@ -28,6 +28,7 @@ from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.layout import Layout, Piece, local
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.store import Store, commit, finish_rollback
+from paceline.credentials import redact
 from paceline.job.job import Job
 from paceline.torch_private import find
 
@@ -178,7 +179,7 @@ def _failed(error: Exception) -> SaveOutcome:
     kind = "disk" if isinstance(error, OSError) else "other"
     if isinstance(error, StorageError):
         return SaveOutcome(kind=kind, text=str(error), fix=error.fix)
-    return SaveOutcome(kind=kind, text=f"{type(error).__name__}: {error}")
+    return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"))
 
 
 def _lower_priority() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.credentials import public_variables
 from paceline.job.environment import FIREWALL_PORTS, RankInfo
 from paceline.job.network import addresses_of
 from paceline.machine import (
@@ -43,9 +44,7 @@ def gather(info: RankInfo, folder: Path | None) -> Facts:
         "local_rank": info.local_rank,
         "local_world_size": info.local_world_size,
         "host": socket.gethostname(),
-        "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
-        },
+        "variables": public_variables(_VARIABLES),
         "device": _device(info),
     }
     if info.local_rank == 0:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from paceline.credentials import redact
 from paceline.errors import (
     CollectiveTimeout,
     PacelineError,
@@ -178,7 +179,7 @@ def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = Non
             result = action()
             text = json.dumps({"value": result})
         except BaseException as error:
-            job.store.set(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            job.store.set(answer, json.dumps({"error": redact(f"{type(error).__name__}: {error}")}))
             raise
         job.store.set(answer, text)
         return result

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import torch_private
+from paceline.credentials import redact
 from paceline.errors import PacelineError, PeerFailed, StepError, rank_location
 from paceline.exit_codes import ExitCode
 from paceline.job import current_step, store_exchange
@@ -81,7 +82,7 @@ class Peers:
     def mark_failed(self, error: BaseException) -> None:
         """Record that `error` ends this rank, unless another rank failed first."""
         text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-        mark = json.dumps({"rank": self._rank, "step": current_step.step, "text": text})
+        mark = json.dumps({"rank": self._rank, "step": current_step.step, "text": redact(text)})
         try:
             self._store.compare_set(_FAILED, "", mark)
             self._store.set(f"{_ENDED}/{self._rank}", "")

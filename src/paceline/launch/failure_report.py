@@ -16,8 +16,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from paceline.credentials import is_secret_name
+from paceline.credentials import public_variables, redact
 from paceline.launch.local_ranks import Rank
 from paceline.watch.crash import RankOutcome
 
@@ -38,28 +39,18 @@ def write(
         OSError: it cannot be written.
     """
     folder = Path(_folder(log_dir))
-    (folder / "verdict.txt").write_text(text, errors="backslashreplace")
+    _write(folder / "verdict.txt", text)
     for rank, outcome in zip(ranks, outcomes, strict=True):
         if outcome.error is not None:
-            error = folder / f"rank{rank.rank}-error.txt"
-            error.write_text(outcome.error.traceback, errors="backslashreplace")
+            _write(folder / f"rank{rank.rank}-error.txt", outcome.error.traceback)
         if tail := b"".join(stream.tail for stream in rank.streams):
-            (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
+            _write(folder / f"rank{rank.rank}-output.txt", tail.decode(errors="replace"))
         answer = rank.answers.get("state", {})
         state = {"stacks and collectives": answer, "last seen": rank.probe_text()}
         _dump(folder / f"rank{rank.rank}-state.json", state)
-    _dump(folder / "environment.json", settings(os.environ))
+    _dump(folder / "environment.json", public_variables(_PREFIXES))
     _dump(folder / "versions.json", _versions())
     return str(folder)
-
-
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are settings of the job and not secrets."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) and not is_secret_name(name)
-    }
 
 
 def _folder(log_dir: str | None) -> str:
@@ -85,4 +76,16 @@ def _versions() -> dict[str, str]:
 
 
 def _dump(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    path.write_text(json.dumps(_redacted(value), indent=1) + "\n")
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redacted(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(entry) for entry in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(redact(text), errors="backslashreplace")

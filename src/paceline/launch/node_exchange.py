@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from paceline.credentials import redact
 from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.rank_state import Call, RankState, StackSummary
 
@@ -84,17 +85,8 @@ class NodeExchange:
 
     def publish_outcomes(self, outcomes: Sequence[RankOutcome]) -> None:
         """Publish how the ranks of this node ended."""
-        # Only the launcher on a rank's own host prints its traceback.
-        brief = [
-            dataclasses.replace(
-                outcome,
-                error=outcome.error and dataclasses.replace(outcome.error, traceback=""),
-                abort_message="",
-            )
-            for outcome in outcomes
-        ]
         with contextlib.suppress(RuntimeError):
-            value = json.dumps([dataclasses.asdict(outcome) for outcome in brief])
+            value = json.dumps([dataclasses.asdict(_brief(outcome)) for outcome in outcomes])
             self._store.set(f"outcomes/{self.node}", value)
 
     def publish_done(self) -> bool:
@@ -182,6 +174,14 @@ class NodeExchange:
             ]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return []
+
+
+def _brief(outcome: RankOutcome) -> RankOutcome:
+    # Only the launcher on a rank's own host prints its traceback.
+    error = outcome.error
+    if error is not None:
+        error = dataclasses.replace(error, message=redact(error.message), traceback="")
+    return dataclasses.replace(outcome, error=error, abort_message="")
 
 
 def _read_state(read: dict[str, Any]) -> RankState:

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.clock.step_clock import COMMUNICATION, clock
+from paceline.credentials import redact
 from paceline.errors import CollectiveTimeout, PeerFailed, name_ranks
 from paceline.log import logger
 from paceline.mpi import world
@@ -221,7 +222,7 @@ class RequestQueue(Queue[Work]):
         world.group_failed(works)
         for work in works:
             self._end(work, self._error)
-        self._tell_failure((str(error) or type(error).__name__).splitlines()[0])
+        self._tell_failure(redact(str(error) or type(error).__name__).splitlines()[0])
 
     def close(self, why: str = "") -> bool:
         """Leave the group. Returns True on the first call, if nothing failed and nothing is unfinished.
