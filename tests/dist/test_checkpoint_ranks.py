@@ -29,6 +29,7 @@ from paceline.errors import (
     StepError,
 )
 from paceline.job import collectives
+from paceline.machine import format_bytes
 from paceline.testing import run_failing_ranks, run_ranks
 from paceline.training import state
 
@@ -260,6 +261,8 @@ def test_a_failed_last_save_is_an_error_with_its_exit_code(tmp_path: Path) -> No
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert outcome.error.exit_code == 74
         assert outcome.error.where.startswith("rank 1")
+        sizes = [f.stat().st_size for f in (tmp_path / "step-2").glob("rank-*.bin")]
+        assert f"write {format_bytes(sum(sizes))} together" in outcome.error.why
     assert committed(open_store(tmp_path)) == [2]
 
 

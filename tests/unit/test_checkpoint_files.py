@@ -135,6 +135,14 @@ def test_retention_is_by_step_and_keeps_the_best(job: Job, tmp_path: Path) -> No
     assert committed(open_store(tmp_path)) == [100, 101]
 
 
+def test_of_the_folders_set_aside_the_newest_are_kept(job: Job, tmp_path: Path) -> None:
+    for _ in range(5):
+        assert _resume(job, tmp_path, resume="never", keep=2) is None
+        _save(job, tmp_path, 1, keep=2)
+    # The checkpoint of the last start is set aside only when the next one has begun.
+    assert sorted(os.listdir(tmp_path)) == ["before-3", "before-4", "step-1"]
+
+
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_a_return_to_an_earlier_step_supersedes_what_came_after(
     job: Job, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
@@ -342,6 +350,7 @@ def test_a_full_disk_does_not_change_older_checkpoints(job: Job, tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.exit_code == 74
     assert "KiB" in caught.value.why or "MiB" in caught.value.why
+    assert "ulimit -f" in caught.value.fix  # the disk has space
     assert _equal(_resume(job, tmp_path), _state(1.0))
     assert sorted(os.listdir(tmp_path)) == ["step-1"]
 

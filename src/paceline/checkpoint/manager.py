@@ -26,6 +26,7 @@ from paceline.checkpoint.store import (
     committed,
     finish_rollback,
     open_store,
+    prune_set_aside,
     read_manifest,
     remove,
     set_aside,
@@ -58,6 +59,7 @@ class Checkpoints:
         every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
             the time.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
+            As many of the newest folders `before-N` are kept.
         resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
             "never" starts from step 0 and moves existing checkpoints into `before-N`, also when the
             launcher restarts the job.
@@ -392,11 +394,12 @@ class Checkpoints:
             log.logger.info("unfinished uploads stay: %s", error)
 
     def _prune(self) -> None:
-        """Remove the oldest, but not the newest `keep` and the last marked best."""
+        """Remove the oldest, but not the newest `keep` and the last marked best; of `before-N` alike."""
         steps = committed(self._store)
         old = steps[: -self._keep]
         best = next((s for s in reversed(steps) if self._is_best(s)), None) if old else None
         remove(self._store, [f"step-{step}" for step in old if step != best])
+        prune_set_aside(self._store, self._keep)
 
     def _is_best(self, step: int) -> bool:
         try:
@@ -428,8 +431,8 @@ class Checkpoints:
         return SaveFailed(
             f"step {step} cannot be saved in {self.folder}: {outcome.text}",
             where=where,
-            why=f"this rank writes about {format_bytes(save.staging.layout.size_bytes)}{available}.",
-            fix=f"{outcome.fix or 'check space and permissions.'} The earlier checkpoints are untouched.",
+            why=f"the ranks write {format_bytes(outcome.size_bytes)} together{available}.",
+            fix=f"{outcome.fix or 'check the storage.'} The earlier checkpoints are untouched.",
             path=str(self.folder),
             step=step,
         )

@@ -329,11 +329,13 @@ def committed(store: Store) -> list[int]:
 
 
 def unused_name(store: Store, stem: str) -> str:
-    """`stem-N` with the first N that is free."""
-    names, number = store.names(), 1
-    while f"{stem}-{number}" in names:
-        number += 1
-    return f"{stem}-{number}"
+    """`stem-N` with an N above all that exist."""
+    return f"{stem}-{max(_numbers(store, stem), default=0) + 1}"
+
+
+def _numbers(store: Store, stem: str) -> list[int]:
+    matches = (re.fullmatch(rf"{stem}-(\d+)", name) for name in store.names())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def set_aside(store: Store, steps: Iterable[int]) -> str:
@@ -342,6 +344,12 @@ def set_aside(store: Store, steps: Iterable[int]) -> str:
     for step in steps:
         store.rename(f"step-{step}", f"{folder}/step-{step}")
     return folder
+
+
+def prune_set_aside(store: Store, keep: int) -> None:
+    """Remove all folders `before-N` but the newest `keep`. The next `sweep` removes files in `PARTS`."""
+    for number in _numbers(store, "before")[:-keep]:
+        store.remove(f"before-{number}")
 
 
 def finish_rollback(store: Store) -> tuple[list[int], str]:

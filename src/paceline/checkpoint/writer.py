@@ -8,6 +8,7 @@ publishes the outcome, which is the same on all ranks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +34,13 @@ from paceline.job.job import Job
 from paceline.torch_private import find
 
 _POLL_S = 0.005
+_FIXES = {
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`, or that of the file system).",
+    errno.ENOSPC: "free space there, keep fewer checkpoints, or choose another folder.",
+    errno.EDQUOT: "free space within the quota, or raise it.",
+    errno.EACCES: "give the job permission to write there.",
+    errno.EROFS: "choose a folder that is mounted for writing.",
+}
 _NICE = 19  # the lowest priority: the training's threads come first on a busy core
 
 
@@ -162,12 +170,14 @@ class SaveOutcome:
         text: What happened, if it was not saved.
         rank: The rank where it happened.
         fix: What to do, if that is known.
+        size_bytes: What all ranks write together.
     """
 
     kind: str
     text: str = ""
     rank: int = 0
     fix: str = ""
+    size_bytes: int = 0
 
 
 class _Cancelled(Exception):
@@ -179,7 +189,8 @@ def _failed(error: Exception) -> SaveOutcome:
     kind = "disk" if isinstance(error, OSError) else "other"
     if isinstance(error, StorageError):
         return SaveOutcome(kind=kind, text=str(error), fix=error.fix)
-    return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"))
+    fix = _FIXES.get(getattr(error, "errno", 0), "")
+    return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"), fix=fix)
 
 
 def _lower_priority() -> None:
@@ -293,7 +304,8 @@ class Save:
             raise
         except Exception as error:
             failed = _failed(error)
-            return {"kind": failed.kind, "text": failed.text, "fix": failed.fix}
+            size = self.staging.layout.size_bytes
+            return {"kind": failed.kind, "text": failed.text, "fix": failed.fix, "size": size}
         boxes = [[*p.box, p.offset] for p in self.staging.layout.mine]
         names = [p.name for p in self.staging.layout.mine]
         return {
@@ -358,12 +370,14 @@ class Save:
     def _commit_or_fail(self, acks: list[dict[str, Any]]) -> SaveOutcome:
         for rank, ack in enumerate(acks):
             if ack["kind"] != "saved":
-                return replace(SaveOutcome(**ack), rank=rank)
+                total = sum(each.get("size", 0) for each in acks)
+                own = {name: value for name, value in ack.items() if name != "size"}
+                return SaveOutcome(**own, rank=rank, size_bytes=total)
         try:
             finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, self._manifest(acks), self._scratch)
         except Exception as error:  # the other ranks wait for the outcome
-            return _failed(error)
+            return replace(_failed(error), size_bytes=sum(ack["size"] for ack in acks))
         return SaveOutcome(kind="saved")
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
