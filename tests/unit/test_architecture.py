@@ -41,6 +41,5 @@ def test_the_page_lists_all_rooms_in_order() -> None:
 
 
 def test_the_main_path_of_a_batch_has_few_files() -> None:
-    # `tests/dist/test_files_of_a_batch.py` compares it, and the helper files, with a profile.
     section = PAGE.partition("## The way of a batch")[2].partition("\n## ")[0]
     assert 5 < len(set(re.findall(r"`([\w/]+\.py)", section))) <= MAX_FILES_OF_A_BATCH

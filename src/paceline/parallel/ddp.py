@@ -34,7 +34,6 @@ from paceline.parallel.modules import (
     refuse_wrapped,
     unreached_error,
 )
-from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.replica import Replica, ReplicaStrategy, known_parameters
 from paceline.shm.group import ShmGroup
 
@@ -91,19 +90,17 @@ def ddp(
     if job.data.group is None:
         return module
     agree_on_parameters(job, module, f"{bucket_mb=}, {static_graph=}, {find_unused=}, {compress=}")
-    is_default = bucket_mb == DEFAULT_BUCKET_MB
     try:
         wrapper = Replica(
             module,
             device_ids=[job.device] if job.device.type == "cuda" else None,
             process_group=job.data.group,
-            bucket_cap_mb=None if is_default else float(bucket_mb),
+            bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else float(bucket_mb),
             find_unused_parameters=find_unused,
             static_graph=static_graph,
             gradient_as_bucket_view=True,
             **_no_buffer_broadcast(),
         )
-        wrapper.default_options = is_default and not (static_graph or find_unused)
         known = known_parameters(wrapper)
         if isinstance(job.data.group, ShmGroup):
             job.data.group.share_gradients(p for _, p in known)
@@ -226,11 +223,6 @@ class DDPStrategy(ReplicaStrategy):
             ]
         self._compressions = [c for w in self._wrappers if (c := getattr(w, "compression", None))]
         self.keeps_token_divisor = any(c.has_feedback for c in self._compressions)
-
-    @classmethod
-    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        are_replicas = super().fits(job, models, optimizers)
-        return are_replicas and not PackedStrategy.fits(job, models, optimizers)
 
     def _refuse_static_accumulation(self, batches: Batches) -> None:
         """torch's DDP records a static graph in its first backward, which must be a reduced one."""

@@ -1,7 +1,7 @@
 """What the strategies for replicas share: the wrapper of a model, and checks of its parameters.
 
-Each rank holds the whole model. `DDPStrategy` lets torch's DDP sum the gradients; `PackedStrategy` (small
-gradients in shared memory) and `ExactStrategy` (`reproducible=True`) sum them after the micro-batches.
+Each rank holds the whole model. `DDPStrategy` lets torch's DDP sum the gradients; `ExactStrategy`
+(`reproducible=True`) sums them after the micro-batches.
 """
 
 from __future__ import annotations
@@ -33,29 +33,21 @@ _KNOWN = "_paceline_known"
 
 
 class Replica(DistributedDataParallel):
-    """torch's DDP, which a strategy can bypass if it sums the gradients itself.
+    """torch's DDP, with what `ddp` was asked for.
 
     Attributes:
-        default_options: Whether `ddp` was called without options, so that another reduction may be used.
-        bypassed: Whether forwards call the module directly, so that backwards reduce nothing.
         has_hook: Whether a communication hook is registered.
         compression: What `ddp(compress=...)` asked for; None without.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.default_options = self.bypassed = self.has_hook = False
+        self.has_hook = False
         self.compression: Compression | None = None
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         super().register_comm_hook(state, hook)
         self.has_hook = True
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.bypassed:
-            return self.module(*inputs, **kwargs)
-        reduced_forward: Any = super().forward
-        return reduced_forward(*inputs, **kwargs)
 
 
 def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Parameter], ...]:

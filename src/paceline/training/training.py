@@ -42,7 +42,6 @@ from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
 from paceline.parallel.modules import equalize_buffers, is_pipeline, is_split, wrapped_by
-from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import weight
 from paceline.training.control_word import Control, Word
@@ -56,7 +55,7 @@ from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
 from paceline.training.training_state import TrainingState
 
-STRATEGIES += [Strategy, DDPStrategy, PackedStrategy, ExactStrategy]
+STRATEGIES += [Strategy, DDPStrategy, ExactStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
