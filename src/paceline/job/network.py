@@ -106,6 +106,24 @@ def route_to(host: str) -> Route | None:
     return None
 
 
+def own_address(host: str) -> str | None:
+    """The address of this host at which others reach it by the name `host`; None if that does not resolve.
+
+    Many hosts map their own name to 127.0.1.1, which no other host can reach, and a host behind a virtual
+    address cannot bind it: then it is the address of the interface that `route_to` finds.
+    """
+    addresses = addresses_of(host)
+    route = route_to(host) if addresses and not is_loopback(host) else None
+    return next(iter(addresses), None) if route is None else route.address
+
+
+def address_from_here(host: str) -> str:
+    """Where this host connects to reach `host`: its name, or `own_address` if that is this host."""
+    addresses = addresses_of(host)
+    is_own_name = not is_loopback(host) and bool(addresses) and all(map(is_loopback, addresses))
+    return own_address(host) or host if is_own_name else host
+
+
 def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that pin Gloo, NCCL and TensorPipe to the interface; those that are set stay as they are.
 

@@ -30,8 +30,10 @@ from paceline.errors import (
     render,
 )
 from paceline.job.environment import RankInfo
+from paceline.job.network import address_from_here
 from paceline.job.store_server import (
     LOOPBACK,
+    Say,
     cannot_listen,
     listen_for,
     serve_here,
@@ -79,7 +81,7 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
             host, _, port = info.master.rpartition(":")
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if info.rank == 0 and not hosted_by_launcher:
-                store = _serve(host, int(port), timeout)
+                store = _serve(info, host, int(port), timeout)
                 dist.PrefixStore(prefix, store).set(_SERVED, "")
             else:
                 store = _connect(info, host, int(port), timeout_s)
@@ -99,9 +101,10 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
     return prefixed
 
 
-def _serve(host: str, port: int, timeout: timedelta) -> dist.Store:
+def _serve(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.Store:
+    say = _say_waiting(info, host, port)
     try:
-        return store_on(listen_for(host, port), timeout)
+        return store_on(listen_for(host, port, timeout.total_seconds(), say), timeout)
     except OSError as error:
         raise cannot_listen(
             f"rank 0 cannot listen on {host}:{port}",
@@ -111,13 +114,17 @@ def _serve(host: str, port: int, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Store:
+def _say_waiting(info: RankInfo, host: str, port: int) -> Say:
     def say(reason: str, fix: str) -> None:
         if info.local_rank == 0:
             what = f"still waiting for rank 0 at {host}:{port}: {reason}."
             logger.warning("%s", render(what, fix=fix))
 
-    failure = wait_served(host, port, timeout_s, say)
+    return say
+
+
+def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Store:
+    failure = wait_served(host, port, timeout_s, _say_waiting(info, host, port))
     if failure is not None:
         reason, fix = failure
         raise CollectiveTimeout(
@@ -130,7 +137,7 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
         )
     try:
         return dist.TCPStore(
-            host,
+            address_from_here(host),
             port,
             is_master=False,
             timeout=timedelta(seconds=timeout_s),

@@ -7,6 +7,7 @@ listens already. The launcher of `paceline run` and the ranks of other launchers
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import os
 import socket
@@ -16,9 +17,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from paceline import log
 from paceline.errors import ConfigError
-from paceline.job.network import addresses_of, is_loopback
+from paceline.job.network import address_from_here, addresses_of, is_loopback, own_address
 from paceline.machine import owner_of_port
 
 FIRST_REPORT_S = 5.0
@@ -28,7 +28,7 @@ _FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: hosts that start togeth
 _POLL_S = 0.2
 _BACKLOG = 4096
 LOOPBACK = "127.0.0.1"
-_ANY_INTERFACE = ""
+Say = Callable[[str, str], None]  # takes the reason of a wait, and a fix
 
 
 def serve_here(timeout: timedelta) -> TCPStore:
@@ -39,9 +39,8 @@ def serve_here(timeout: timedelta) -> TCPStore:
 def store_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
     """Serve a store on a socket that listens already."""
     address, port = listener.getsockname()[:2]
-    # The server connects to itself too. The name that other hosts use may not resolve here.
     return TCPStore(
-        LOOPBACK if ipaddress.ip_address(address).is_unspecified else address,
+        address,
         port,
         is_master=True,
         timeout=timeout,
@@ -55,41 +54,49 @@ def listen(address: str, port: int) -> socket.socket:
 
     Raises:
         OSError: the port is taken, or the address is not one of this host.
+        ConfigError: the address means all interfaces: whoever reaches a store can read and change it.
     """
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(str(found[0]).partition("%")[0]).is_unspecified:
+        raise ConfigError(
+            f"{address} means all interfaces, and a store listens on one.",
+            where=f"host {socket.gethostname()}",
+            why="torch's store has no authentication.",
+            fix="give the address of one interface: `ip -br address`.",
+        )
     return socket.create_server(found[:2], family=family, backlog=_BACKLOG)
 
 
-def listen_for(host: str, port: int) -> socket.socket:
-    """Listen where other hosts connect to if they call this one `host`.
+def listen_for(
+    host: str, port: int, timeout_s: float = 0.0, say: Say = lambda reason, fix: None
+) -> socket.socket:
+    """Listen where other hosts connect to if they call this one `host`: see `own_address`.
 
-    That is the address of the name, or all interfaces if no interface here has it: many hosts map their own
-    name to 127.0.1.1, which no other host can reach, and a host behind a virtual address cannot bind it.
+    Args:
+        timeout_s: how long to wait until the name resolves: that of a new pod takes a moment.
+        say: called while it waits, as by `wait_served`.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or no interface leads to the address of the host.
+        ConfigError: the name does not resolve.
     """
-    addresses = addresses_of(host)
-    if addresses and (is_loopback(host) or not is_loopback(addresses[0])):
-        try:
-            return listen(addresses[0], port)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    log.logger.info(
-        "no interface of this host has the address of %s, so the store listens on all interfaces.",
-        host,
-    )
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            (_ANY_INTERFACE, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-        )
-    return socket.create_server((_ANY_INTERFACE, port), backlog=_BACKLOG)
+
+    def resolves() -> OSError | None:
+        return None if addresses_of(host) else socket.gaierror(socket.EAI_NONAME, "")
+
+    failure = _wait(resolves, functools.partial(_explain, host, port), timeout_s, say)
+    address = own_address(host)
+    if failure is not None or address is None:
+        what, fix = failure or unresolved(host)
+        raise ConfigError(f"this host has to serve the store of the job, and {what}.", fix=fix)
+    return listen(address, port)
 
 
 def cannot_listen(what: str, port: int, error: OSError, *, fix: str) -> ConfigError:
     """The error of a process that has to serve the store and cannot; `what` is the start of its text."""
     taken = error.errno == errno.EADDRINUSE
+    if error.errno == errno.EADDRNOTAVAIL:
+        fix = "give an address that an interface of this host has: `ip -br address`."
     # `create_server` adds the address to its text.
     reason = os.strerror(error.errno) if error.errno else str(error)
     return ConfigError(
@@ -100,9 +107,7 @@ def cannot_listen(what: str, port: int, error: OSError, *, fix: str) -> ConfigEr
     )
 
 
-def wait_served(
-    host: str, port: int, timeout_s: float, say: Callable[[str, str], None]
-) -> tuple[str, str] | None:
+def wait_served(host: str, port: int, timeout_s: float, say: Say) -> tuple[str, str] | None:
     """Wait until a process listens at this host and port.
 
     Args:
@@ -111,19 +116,29 @@ def wait_served(
     Returns:
         The reason and a fix if none did in time.
     """
+    connect = functools.partial(_connect, host, port)
+    return _wait(connect, functools.partial(_explain, host, port), timeout_s, say)
+
+
+def _wait(
+    attempt: Callable[[], OSError | None],
+    explain: Callable[[OSError], tuple[str, str]],
+    timeout_s: float,
+    say: Say,
+) -> tuple[str, str] | None:
     deadline = time.monotonic() + timeout_s
     next_report = time.monotonic() + FIRST_REPORT_S
     pause_s = _FIRST_POLL_S
     while True:
         began = time.monotonic()
-        error = _connect(host, port)
+        error = attempt()
         if error is None:
             return None
         now = time.monotonic()
         if now >= deadline:
-            return _explain(host, port, error)
+            return explain(error)
         if now >= next_report:
-            say(*_explain(host, port, error))
+            say(*explain(error))
             next_report = now + REPORT_S
         time.sleep(max(0.0, began + pause_s - time.monotonic()))
         pause_s = min(2 * pause_s, _POLL_S)
@@ -131,7 +146,7 @@ def wait_served(
 
 def _connect(host: str, port: int) -> OSError | None:
     try:
-        with socket.create_connection((host, port), _CONNECT_S):
+        with socket.create_connection((address_from_here(host), port), _CONNECT_S):
             return None
     except OSError as error:
         return error

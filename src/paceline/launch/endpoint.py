@@ -18,8 +18,15 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from paceline.errors import LaunchFailed, render
-from paceline.job.network import is_loopback, owns, route_to
-from paceline.job.store_server import cannot_listen, listen, listen_for, store_on, wait_served
+from paceline.job.network import address_from_here, is_loopback, owns, route_to
+from paceline.job.store_server import (
+    Say,
+    cannot_listen,
+    listen,
+    listen_for,
+    store_on,
+    wait_served,
+)
 from paceline.machine import mtu_of
 
 # Larger than any packet (at most 64 KiB), so that both directions need packets of full size.
@@ -67,17 +74,14 @@ def meet_at(
 
     Collective: the launcher of each node.
     """
-    listener = _claim(endpoint)
+
+    def say_waiting(reason: str, fix: str) -> None:
+        say(render(f"still waiting for the rendezvous at {endpoint}: {reason}", fix=fix))
+
+    listener = _claim(endpoint, timeout_s, say_waiting)
     if listener is not None:
         return store_on(listener, read_timeout)
-    failure = wait_served(
-        endpoint.host,
-        endpoint.port,
-        timeout_s,
-        lambda reason, fix: say(
-            render(f"still waiting for the rendezvous at {endpoint}: {reason}", fix=fix)
-        ),
-    )
+    failure = wait_served(endpoint.host, endpoint.port, timeout_s, say_waiting)
     if failure is not None:
         reason, fix = failure
         raise LaunchFailed(
@@ -92,7 +96,7 @@ def meet_at(
     return store
 
 
-def _claim(endpoint: Endpoint) -> socket.socket | None:
+def _claim(endpoint: Endpoint, timeout_s: float, say: Say) -> socket.socket | None:
     host, port = endpoint.host, endpoint.port
     if is_loopback(host) and endpoint.is_host is None:
         # All launchers are on this host: the first of them serves.
@@ -102,7 +106,7 @@ def _claim(endpoint: Endpoint) -> socket.socket | None:
     if not (owns(host) if endpoint.is_host is None else endpoint.is_host):
         return None
     try:
-        return listen_for(host, port)
+        return listen_for(host, port, timeout_s, say)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and not endpoint.one_launcher and not endpoint.is_host:
             return None
@@ -116,7 +120,8 @@ def _claim(endpoint: Endpoint) -> socket.socket | None:
 
 def _connected(endpoint: Endpoint, timeout: timedelta) -> TCPStore:
     # torch looks up the name of the other end's address in DNS first, which may take seconds.
-    return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)
+    host = address_from_here(endpoint.host)
+    return TCPStore(host, endpoint.port, is_master=False, timeout=timeout)
 
 
 def _exchanges(store: TCPStore, size: int, timeout: timedelta) -> bool:

@@ -45,8 +45,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
-from paceline.job.network import Route, addresses_of, route_to
-from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on, unresolved
+from paceline.job.network import Route, address_from_here, route_to
+from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
 from paceline.launch.endpoint import Endpoint, meet_at
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
@@ -354,10 +354,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
             text += f". A node was refused at {refused}"
         host = self._options.endpoint.host
         route = route_to(host)
-        if not addresses_of(host):
-            what, fix = unresolved(host)
-            text += f". Also, {what}: {fix}"
-        elif (
+        if (
             route is not None
             and host not in (route.address, "localhost")
             and "resolves" in route.why
@@ -485,7 +482,8 @@ def rendezvous_of_nodes(
         keep_alive_max_attempt=_positive(parameters, "keep_alive_max_attempt", _ATTEMPTS),
     )
     backend = C10dRendezvousBackend(store, parameters.run_id)
-    address = parameters.local_addr or _address(route_to(options.endpoint.host))
+    given = parameters.local_addr
+    address = address_from_here(given) if given else _address(route_to(options.endpoint.host))
     return NodeRendezvous(settings, backend, store, address, options)
 
 
