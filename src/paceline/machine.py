@@ -5,13 +5,18 @@ A front to psutil, and to the kernel's cgroup files (versions 1 and 2), which ps
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.errors import ConfigError
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
@@ -210,6 +215,34 @@ def launching_process(prefix: str) -> str:
     except psutil.Error:
         pass  # an ancestor that this user may not see
     return str(os.getppid())
+
+
+def runtime_folder() -> Path:
+    """XDG_RUNTIME_DIR if that is a folder of this user, otherwise the temporary folder."""
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    is_own = folder.is_absolute() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+    return folder if is_own else Path(tempfile.gettempdir())
+
+
+def private_folder(parent: Path) -> Path:
+    """The folder of this user alone in `parent`, in which other users may make folders and links, too.
+
+    Raises:
+        ConfigError: its name leads to something else.
+    """
+    folder = parent / f"paceline-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    is_open = not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077
+    if is_open or status.st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder} is not a folder that only this user may open.",
+            where=f"host {socket.gethostname()}",
+            why="another user of the host may have made it.",
+            fix="set TMPDIR to a folder that only this user may write to, the same for all ranks.",
+        )
+    return folder
 
 
 def start_ticks(pid: int) -> int | None:

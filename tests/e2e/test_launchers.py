@@ -24,10 +24,11 @@ MPI = {
     "mpich": ("mpiexec.hydra", ["-n"]),
 }
 FACTS = """
-import os, sys, tempfile
+import os, sys
 import torch
 import torch.distributed as dist
 import paceline
+from paceline.job.rendezvous import _port_folder
 hook = sys.excepthook
 for _ in range(2):  # join again after leaving
     with paceline.join(device="cpu", timeout_s=30) as job:
@@ -35,8 +36,7 @@ for _ in range(2):  # join again after leaving
         if job.group is not None:
             dist.all_reduce(total, group=job.group)
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
-        folder = f"{tempfile.gettempdir()}/paceline-{os.getuid()}/rendezvous"
-        files = os.listdir(folder) if job.peers else []
+        files = os.listdir(_port_folder()) if job.peers else []
 assert sys.excepthook is hook
 line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
 os.write(1, (line + chr(10)).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from paceline.errors import ConfigError
+from paceline.job.rendezvous import _port_folder
+from paceline.launch import failure_report
 from paceline.launch.nodes import StateHolder
 from paceline.shm import segment
 from paceline.shm.segment import SharedMemoryUnavailable, open_segment
@@ -79,3 +83,38 @@ def test_a_state_of_the_nodes_that_is_no_json_of_paceline_is_refused(
     with pytest.raises(RendezvousStateError, match="was not written by this version"):
         StateHolder(backend, settings).sync_now()
     assert not victim.exists()
+
+
+@pytest.mark.parametrize("kind", ["of another user", "link", "file", "open"])
+def test_a_folder_that_another_user_made_is_not_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / f"paceline-{os.getuid()}", tmp_path / "other"
+    other.mkdir(mode=0o700)
+    if kind == "link":
+        folder.symlink_to(other)
+    elif kind == "file":
+        folder.touch()
+    else:
+        folder.mkdir(mode=0o700)
+    if kind == "open":
+        folder.chmod(0o770)
+    if kind == "of another user":
+        if os.getuid() != 0:
+            pytest.skip("only root can make a folder of another user")
+        os.chown(folder, NOBODY, NOBODY)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{folder} is not a folder") as caught:
+        _port_folder()
+    assert "set TMPDIR" in caught.value.fix
+    report = Path(failure_report.write([], [], "a rank failed", None))
+    assert report.parent == tmp_path
+    assert report.stat().st_mode & 0o077 == 0
+    assert not list(other.iterdir())
+    # The fix works, and so does the runtime folder.
+    for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv(variable, str(other))
+        assert _port_folder().is_relative_to(other)
+        monkeypatch.delenv(variable)

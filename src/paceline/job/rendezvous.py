@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 from paceline.errors import (
     CollectiveTimeout,
-    ConfigError,
     PeerFailed,
     name_ranks,
     rank_location,
@@ -41,7 +39,7 @@ from paceline.job.store_server import (
     wait_served,
 )
 from paceline.log import logger
-from paceline.machine import launching_process
+from paceline.machine import launching_process, private_folder, runtime_folder
 
 _MISSING = "missing"  # the key of the ranks that did not come; [] if all came
 _SERVED = "served"  # rank 0 serves this store for this join
@@ -272,19 +270,11 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
 
 def _port_file_path(info: RankInfo) -> Path:
     key = f"{info.launcher} {info.job_key or launching_process('hydra_')} {info.restarts}"
-    return _private_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
+    return _port_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def _private_folder() -> Path:
-    # The launcher keeps its bug reports beside this folder, not in it.
-    outer = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-    for folder in (outer, outer / "rendezvous"):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-        if not private or status.st_uid != os.getuid():
-            raise ConfigError(
-                f"{folder} is not a private folder of this user, so ranks cannot meet there.",
-                fix=f"remove {folder}, or set TMPDIR.",
-            )
-    return outer / "rendezvous"
+def _port_folder() -> Path:
+    # The launcher keeps its reports beside this folder, not in it.
+    folder = private_folder(runtime_folder()) / "rendezvous"
+    folder.mkdir(exist_ok=True)
+    return folder

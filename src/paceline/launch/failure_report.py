@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import sys
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.credentials import public_variables, redact
+from paceline.errors import ConfigError
 from paceline.launch.local_ranks import Rank
+from paceline.machine import private_folder
 from paceline.watch.crash import RankOutcome
 
 _KEPT_REPORTS = 10  # in the temporary folder; each may have a megabyte of stacks and logs
@@ -56,10 +57,10 @@ def write(
 def _folder(log_dir: str | None) -> str:
     if log_dir is not None:
         return tempfile.mkdtemp(prefix="failure-", dir=log_dir)
-    private = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.stat().st_uid != os.getuid() or private.is_symlink():
-        return tempfile.mkdtemp(prefix="paceline-failure-")  # another user took the name
+    try:
+        private = private_folder(Path(tempfile.gettempdir()))
+    except ConfigError:  # another user took the name
+        return tempfile.mkdtemp(prefix="paceline-failure-")
     reports = private / "reports"
     reports.mkdir(exist_ok=True)
     for old in sorted(reports.iterdir())[: -_KEPT_REPORTS + 1]:
