@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import random
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hangs import PACELINE
 from launching import finish, run, start
 
+import paceline
 from paceline.doctor import links
 from paceline.doctor.links import Listener, measure
 from paceline.launch.local_ranks import read_event
+from paceline.parameter_server import server as parameter_server
 from paceline.watch import processes
 
 WAITS = """
@@ -140,6 +147,46 @@ def test_doctor_answers_only_who_has_the_key(
     finally:
         listener.close()
     assert capsys.readouterr().err == ""  # an error in a thread would be there
+
+
+def _measures(folder: Path, key: str) -> Iterator[tuple[tuple[str, int], Callable[[], object]]]:
+    """The doctor's listener and a parameter server: the address, and a client with the key."""
+    listener = Listener("127.0.0.1", key)
+    try:
+        yield (
+            ("127.0.0.1", listener.endpoint["ephemeral"]),
+            lambda: measure(listener.endpoint, key, "localhost")["latency_s"],
+        )
+    finally:
+        listener.close()
+    table = {"t": torch.zeros(1, 1)}
+    with paceline.ParameterServer(
+        table, lambda p: torch.optim.SGD(p, lr=1), folder / "f"
+    ) as server:
+        host, _, port = server.address.rpartition(":")
+        yield (host, int(port)), lambda: paceline.connect_server(folder / "f").close()
+
+
+def test_strangers_hold_few_threads_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_CONNECT_S", 2.0)
+    monkeypatch.setattr(parameter_server, "_HELLO_S", 2.0)
+    for where, client in _measures(tmp_path, secrets.token_hex(32)):
+        before = threading.active_count()
+        with contextlib.ExitStack() as open_until:
+            strangers = [
+                open_until.enter_context(socket.create_connection(where)) for _ in range(400)
+            ]
+            client()  # is answered nevertheless
+            assert threading.active_count() - before < 80
+            deadline = time.monotonic() + 6
+            while threading.active_count() > before and time.monotonic() < deadline:
+                for each in strangers:
+                    with contextlib.suppress(OSError):  # it has been closed
+                        each.send(b"\0")  # a byte now and then
+                time.sleep(0.2)
+            assert threading.active_count() <= before
 
 
 def _answer(way: socket.socket, words: bytes) -> bytes:

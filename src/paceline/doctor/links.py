@@ -30,6 +30,7 @@ _SLOW_S = 0.2
 _POLL_S = 0.05  # within which a listener notices that it is closed
 _PAUSE_S = 0.01  # after a failed accept
 _KEY_CHARS = 64
+_MAX_STRANGERS = 64  # clients without the key, each with a thread
 _PING = b"p"
 
 
@@ -72,8 +73,9 @@ class _Answers(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         peer: socket.socket = self.request
         with contextlib.suppress(OSError):  # the client reports what failed
-            peer.settimeout(_CONNECT_S)
-            if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self.server.key):
+            key = _receive(peer, _KEY_CHARS, time.monotonic() + _CONNECT_S)
+            self.server.drop_stranger(peer)
+            if not hmac.compare_digest(key, self.server.key):
                 return
             peer.settimeout(_IO_S)
             while request := peer.recv(1):
@@ -91,6 +93,29 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(listening.getsockname(), _Answers, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key = listening, key.encode()
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []  # have not sent the key yet, oldest first
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a client in a thread; if too many have not sent the key, close the oldest of these."""
+        with self._lock:
+            self._strangers.append(request)
+            oldest = self._strangers.pop(0) if len(self._strangers) > _MAX_STRANGERS else None
+            with contextlib.suppress(OSError):  # it has just left
+                if oldest is not None:
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a client that has been answered."""
+        self.drop_stranger(request)
+        super().shutdown_request(request)
+
+    def drop_stranger(self, client: socket.socket) -> None:
+        """The client has sent a key, or is closed."""
+        with self._lock:
+            if client in self._strangers:
+                self._strangers.remove(client)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a client."""
@@ -170,10 +195,12 @@ def _listen(address: str, port: int) -> socket.socket | None:
         return None
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     data = bytearray(size)
     view = memoryview(data)
     while view:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
         count = connection.recv_into(view)
         if count == 0:
             raise ConnectionError("the peer closed the connection")

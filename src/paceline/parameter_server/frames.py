@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,20 +76,25 @@ class Connection:
             size += nbytes
         return header, tensors, size
 
-    def receive_header(self, limit: int = 1 << 32) -> tuple[Any, int]:
+    def receive_header(
+        self, limit: int = 1 << 32, within_s: float | None = None
+    ) -> tuple[Any, int]:
         """Receive the header of a frame, of at most `limit` bytes, and no tensors: header and bytes.
 
-        Raises OSError, ValueError or RecursionError.
+        Raises OSError, ValueError or RecursionError; a TimeoutError after `within_s` seconds.
         """
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        deadline = None if within_s is None else time.monotonic() + within_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > limit:
             raise ValueError(f"a header of {length} bytes")
-        return json.loads(self._read(length)), _LENGTH.size + length
+        return json.loads(self._read(length, deadline)), _LENGTH.size + length
 
-    def _read(self, size: int) -> bytearray:
+    def _read(self, size: int, deadline: float | None = None) -> bytearray:
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:
+            if deadline is not None:
+                self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             count = self.socket.recv_into(view[done:])
             if count == 0:
                 raise ConnectionResetError("closed by the peer")

@@ -39,6 +39,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _HELLO_S = 10.0  # how long the server waits for the header with the key
 _HELLO_BYTES = 4096  # the largest such header
+_MAX_UNAUTHENTICATED = 64  # connections, each with a thread; one more closes the oldest
 
 
 class _Parameter:
@@ -206,7 +207,7 @@ class ParameterServer:
         self.address = ""
         self.version = 0
         self._changed = threading.Condition()  # guards everything below, and `version`
-        self._unauthenticated: set[Connection] = set()  # have not shown the key yet
+        self._unauthenticated: list[Connection] = []  # have not shown the key yet, oldest first
         self._connections: dict[int, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._num_connected = 0  # workers so far; also the number of the newest
@@ -366,11 +367,13 @@ class ParameterServer:
             with self._changed:
                 if self._listener is None:
                     return
-                self._unauthenticated.add(connection)
+                self._unauthenticated.append(connection)
+                if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+                    self._unauthenticated.pop(0).close()
             if not self._has_key(connection):
                 return
             with self._changed:
-                self._unauthenticated.discard(connection)
+                self._drop_stranger(connection)
                 self._num_connected += 1
                 worker = self._num_connected
                 self._connections[worker] = connection
@@ -392,10 +395,13 @@ class ParameterServer:
             connection.close()
             self._forget(worker, connection)
 
+    def _drop_stranger(self, connection: Connection) -> None:
+        if connection in self._unauthenticated:
+            self._unauthenticated.remove(connection)
+
     def _has_key(self, connection: Connection) -> bool:
-        connection.socket.settimeout(_HELLO_S)
         try:
-            key = connection.receive_header(_HELLO_BYTES)[0].get("key")
+            key = connection.receive_header(_HELLO_BYTES, _HELLO_S)[0].get("key")
             given = str(key).encode()
         except (
             ValueError,
@@ -427,7 +433,7 @@ class ParameterServer:
 
     def _forget(self, worker: int, connection: Connection) -> None:
         with self._changed:
-            self._unauthenticated.discard(connection)
+            self._drop_stranger(connection)
             self._connections.pop(worker, None)
             self._steps.pop(worker, None)
             self._idle_since.pop(worker, None)
