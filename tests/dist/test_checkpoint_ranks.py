@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.checkpoint import codec, layout
+from paceline.checkpoint.owner import RECORD
 from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.errors import (
     CheckpointError,
@@ -451,7 +452,7 @@ def test_ranks_save_to_storage_without_rename_and_resume_from_it(tmp_path: Path)
     damaged = tmp_path / "a" / read_manifest(open_store(url), 3).parts / "rank-1.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert run_ranks(_remote, url, 4, nproc=3) == [[3, 4]] * 3
-    names = ["damaged-3", "parts", "step-2", "step-3", "step-4"]
+    names = [RECORD, "damaged-3", "parts", "step-2", "step-3", "step-4"]
     assert sorted(os.listdir(tmp_path / "a")) == names
     assert len(os.listdir(tmp_path / "a/parts")) == 4
 

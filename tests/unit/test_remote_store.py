@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoint import owner
 from paceline.checkpoint.cloud_errors import ObjectMissing, as_storage_error
 from paceline.checkpoint.store import RemoteStore, committed, open_store, read_manifest, verify
 from paceline.credentials import redact
@@ -81,6 +82,7 @@ def _interrupted(job: Job, url: str, step: int, after: int, patch: pytest.Monkey
         done = _dying(dying, after)
         with contextlib.suppress(CheckpointError, _Dead):
             checkpoints.save(job, step, _state(10.0 * step))
+    owner._owned.clear()  # as if the process had ended
     return done
 
 

@@ -1,7 +1,7 @@
 """`Checkpoints`: when to save, where, how many to keep, and what to resume from.
 
-A save is copied to host memory and written in the background by all ranks; at most one is in flight. Only a
-committed checkpoint whose bytes match their digests is loaded.
+One job owns a folder. A save is copied to host memory and written in the background by all ranks; at most one
+is in flight. Only a committed checkpoint whose bytes match their digests is loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
 from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.owner import Ownership, take
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
@@ -53,7 +54,8 @@ class Checkpoints:
     Args:
         folder: A path that all ranks see, or a URL for fsspec: "s3://bucket/run", "gs://bucket/run" or
             "abfs://container/run" with the extra `s3`, `gcs` or `azure`. Created if missing, unlike a bucket.
-            Holds `step-N` folders.
+            Holds `step-N` folders, of one job: a second job that is started there is refused while the first
+            is alive.
         every_steps: Steps between saves. The end of the training is always saved.
         every_epochs: Epochs between saves.
         every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
@@ -109,6 +111,7 @@ class Checkpoints:
         self._buffer = Buffer()
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
+        self._ownership: Ownership | None = None  # of the folder, on rank 0
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
         self._last_begun = time.monotonic()
@@ -173,7 +176,7 @@ class Checkpoints:
         Raises:
             ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
-            CheckpointError: on all ranks: the state cannot be saved.
+            CheckpointError: on all ranks: the state cannot be saved, or another job saves there.
             NonFinite: on all ranks, if `wait`; see `finite_prefix`.
 
         Collective: all ranks, same step.
@@ -187,9 +190,7 @@ class Checkpoints:
         self.finish(job)
         began = self._last_begun = time.monotonic()
         if self._newest is None:
-            self._newest, self._token = collectives.on_rank0(
-                job, lambda: (max(committed(self._store), default=0), secrets.token_hex(4))
-            )
+            self._newest, self._token = collectives.on_rank0(job, self._begin_saves)
         self._attempts += 1
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
@@ -205,11 +206,27 @@ class Checkpoints:
             finite_prefix=finite_prefix,
             may_be_infinite=may_be_infinite,
             waited=wait,
+            ownership=self._ownership,
             prune=self._prune,
         )
         self._stall_s = time.monotonic() - began
         if wait:
             self.finish(job, required=True)
+
+    def _begin_saves(self) -> tuple[int, str]:
+        """The newest step, and a name for the attempts of this object. Called on rank 0."""
+        try:
+            self._take_folder()
+        except OSError as error:
+            raise self._unchangeable(error) from error
+        return max(committed(self._store), default=0), secrets.token_hex(4)
+
+    def _take_folder(self) -> None:
+        """Own the folder, and remove what jobs have left there that were killed in a save."""
+        if self._ownership is None:
+            self._ownership, is_new = take(self._store)
+            if is_new:
+                sweep(self._store)
 
     def wait_until_copied(self) -> None:
         """Return when the tensors named `steady` may change again. Collective: none."""
@@ -266,6 +283,7 @@ class Checkpoints:
                 save.cancel()
             elif (outcome := save.wait()) is not None and outcome.kind != "saved":
                 log.logger.warning("%s", self._error(job, save, outcome))
+        self._ownership = self._newest = None  # another job may save there now
 
     def resume(
         self,
@@ -285,7 +303,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there is none and resume="must"; all are damaged; one was written by another
-                program.
+                program; another job saves there.
             SaveFailed: the folder cannot be written, or lacks space.
             RankDisagreement: the ranks do not see the same folder.
 
@@ -374,7 +392,7 @@ class Checkpoints:
     def _tidy(self, restarts: int) -> None:
         """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
         try:
-            sweep(self._store)
+            self._take_folder()
             finish_rollback(self._store)
             steps = committed(self._store) if self._resume_mode == "never" else []
             if steps:
@@ -383,15 +401,18 @@ class Checkpoints:
                     text = "resume='never': the restarted job starts from step 0; what it had saved is in %s."
                     log.logger.warning(text, aside)
         except OSError as error:
-            raise SaveFailed(
-                f"the folder {self.folder} cannot be changed: {error}.",
-                fix="give rank 0 permission to rename and delete the files there.",
-                path=str(self.folder),
-            ) from error
+            raise self._unchangeable(error) from error
         try:
             self._store.abort_uploads(PARTS)
         except OSError as error:  # needs a permission of its own, and nothing depends on it
             log.logger.info("unfinished uploads stay: %s", error)
+
+    def _unchangeable(self, error: OSError) -> SaveFailed:
+        return SaveFailed(
+            f"the folder {self.folder} cannot be changed: {error}.",
+            fix="give rank 0 permission to rename and delete the files there.",
+            path=str(self.folder),
+        )
 
     def _prune(self) -> None:
         """Remove the oldest, but not the newest `keep` and the last marked best; of `before-N` alike."""
@@ -422,7 +443,9 @@ class Checkpoints:
                 step=step,
             )
         if outcome.kind == "other":
-            return CheckpointError(f"step {step} was not saved: {outcome.text}.", where=where)
+            return CheckpointError(
+                f"step {step} was not saved: {outcome.text}.", where=where, fix=outcome.fix
+            )
         try:
             free = self._store.free_bytes()
         except OSError:

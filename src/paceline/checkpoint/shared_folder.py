@@ -27,7 +27,7 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
         RankDisagreement: the ranks do not write to the same folder.
     """
     token = secrets.token_hex(8)
-    own = f".paceline-probe-{job.rank}"
+    own = _probe(job.rank, token)
     why, fix = "", "choose another folder, or make space there."
     try:
         store.write(own, [token.encode()])
@@ -51,6 +51,10 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
                 store.remove(own)
 
 
+def _probe(rank: int, token: str) -> str:
+    return f".paceline-probe-{rank}-{token}"  # another job may probe the folder at the same time
+
+
 def _refuse_unwritable(job: Job, folder: str, whys: list[list[str]]) -> None:
     for rank, (why, fix) in enumerate(whys):
         if why:
@@ -66,7 +70,7 @@ def _refuse_different(job: Job, store: Store, folder: str, tokens: list[str]) ->
     """Each rank reads what the next one wrote. If there are two folders, a rank finds nothing."""
     following = (job.rank + 1) % job.world_size
     seen = collectives.gather(
-        job, _appears(store, f".paceline-probe-{following}", tokens[following].encode())
+        job, _appears(store, _probe(following, tokens[following]), tokens[following].encode())
     )
     if all(seen):
         return

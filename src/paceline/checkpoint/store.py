@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import re
@@ -39,7 +40,10 @@ from paceline.checkpoint.manifest import (
 from paceline.errors import CheckpointError, ConfigError
 
 _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
-_SCRATCH = re.compile(rf"unfinished-(removed-)?{_FOLDER.pattern}", re.ASCII)
+# Of earlier releases: without the name of the attempt.
+_SCRATCH = re.compile(
+    rf"unfinished-(removed-)?{_FOLDER.pattern}(-[0-9a-f]+-\d+)?|\.paceline-probe-.+", re.ASCII
+)
 _remote_lock = threading.RLock()
 PARTS = "parts"  # folder of the files of checkpoints, in stores without rename
 
@@ -60,7 +64,7 @@ class Store:
 
     def scratch(self, folder: str, attempt: str) -> str:
         """The folder to write the files of a checkpoint into that will be named `folder`."""
-        return f"unfinished-{folder}"
+        return f"unfinished-{folder}-{attempt}"
 
     def names(self, path: str = "") -> list[str]:
         """The names in a folder; empty if it does not exist, or is a file."""
@@ -381,17 +385,28 @@ def commit(store: Store, manifest: Manifest, scratch: str) -> None:
 
     Raises:
         OSError: the manifest cannot be written, or files of other ranks are not visible here.
+        CheckpointError: another `Checkpoints` of the job has saved this step.
     """
+    if NAME in store.names(manifest.folder):
+        raise CheckpointError(
+            f"{store.root}/{manifest.folder} exists: another `Checkpoints` of this job has saved it.",
+            fix="give each training a folder of its own.",
+            path=store.root,
+        )
     sizes = store.sizes(scratch, manifest.files)
     for name, size in manifest.files.items():
         if sizes.get(name) != size:
             here = f"{sizes[name]} bytes" if name in sizes else "missing"
             raise OSError(f"{name} is {here} here, but its rank has written {size} bytes")
-    for name in set(store.names(scratch)) - set(manifest.files):
-        store.remove(f"{scratch}/{name}")  # left by a killed process that had more ranks
     folder = scratch if store.has_rename else manifest.folder
     store.write(f"{folder}/{NAME}", [manifest.render().encode()])
     store.seal(scratch, manifest.folder)
+
+
+def withdraw(store: Store, manifest: Manifest) -> None:
+    """Undo `commit`, unless another job has written a checkpoint of that name since."""
+    if _text(store, manifest.folder) == manifest.render().encode():
+        store.remove(manifest.folder)
 
 
 def _text(store: Store, folder: str) -> bytearray:
@@ -423,10 +438,15 @@ def remove(store: Store, folders: Iterable[str]) -> None:
 
 
 def sweep(store: Store) -> None:
-    """Remove what saves have left that did not end. Called before any save of this job."""
+    """Remove what saves have left that did not end. Called when a job has taken the folder."""
     for name in store.names():
         if _SCRATCH.fullmatch(name):
-            store.remove(name)
+            try:
+                store.remove(name)
+            except OSError as error:
+                # Another rank of the killed job may still write there. The next start removes it.
+                if error.errno != errno.ENOTEMPTY:
+                    raise
     attempts = {f"{PARTS}/{name}" for name in store.names(PARTS)}
     if attempts := set(filter(IN_PARTS.fullmatch, attempts)):  # not what others keep there
         for path in attempts - _used_parts(store):

@@ -28,8 +28,10 @@ from paceline import log
 from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.layout import Layout, Piece, local
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from paceline.checkpoint.store import Store, commit, finish_rollback
+from paceline.checkpoint.owner import Ownership
+from paceline.checkpoint.store import Store, commit, finish_rollback, withdraw
 from paceline.credentials import redact
+from paceline.errors import CheckpointError
 from paceline.job.job import Job
 from paceline.torch_private import find
 
@@ -189,6 +191,8 @@ def _failed(error: Exception) -> SaveOutcome:
     kind = "disk" if isinstance(error, OSError) else "other"
     if isinstance(error, StorageError):
         return SaveOutcome(kind=kind, text=str(error), fix=error.fix)
+    if isinstance(error, CheckpointError):
+        return SaveOutcome(kind=kind, text=error.what.removesuffix("."), fix=error.fix)
     fix = _FIXES.get(getattr(error, "errno", 0), "")
     return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"), fix=fix)
 
@@ -210,6 +214,7 @@ class Save:
         finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
         may_be_infinite: Names of those among them that may hold infinity, but not NaN.
         waited: Whether the caller waits for it; the thread then keeps its priority.
+        ownership: Of the folder, on rank 0; None on the others.
         prune: Applies retention; called on rank 0 after the commit.
 
     Attributes:
@@ -231,6 +236,7 @@ class Save:
         finite_prefix: str,
         may_be_infinite: Collection[str],
         waited: bool,
+        ownership: Ownership | None,
         prune: Callable[[], None],
     ) -> None:
         self.step = step
@@ -242,6 +248,7 @@ class Save:
         self._store, self._folder = store, folder
         self._scratch = store.scratch(folder, attempt)
         self._best, self._tree, self._prune = best, tree, prune
+        self._ownership = ownership
         self._finite_prefix, self._may_be_infinite = finite_prefix, frozenset(may_be_infinite)
         self._waited = waited
         self._cancel = threading.Event()
@@ -373,9 +380,17 @@ class Save:
                 total = sum(each.get("size", 0) for each in acks)
                 own = {name: value for name, value in ack.items() if name != "size"}
                 return SaveOutcome(**own, rank=rank, size_bytes=total)
+        assert self._ownership is not None
+        manifest = self._manifest(acks)
         try:
+            self._ownership.check()
             finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
-            commit(self._store, self._manifest(acks), self._scratch)
+            commit(self._store, manifest, self._scratch)
+            try:
+                self._ownership.check()
+            except CheckpointError:
+                withdraw(self._store, manifest)
+                raise
         except Exception as error:  # the other ranks wait for the outcome
             return replace(_failed(error), size_bytes=sum(ack["size"] for ack in acks))
         return SaveOutcome(kind="saved")
