@@ -232,7 +232,7 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
             model(torch.ones(1, 2), heads).sum().backward()
         except RuntimeError as error:
             job.reraise(error)
-        _refuse_unused(job, find_wrapper(model))
+        _refuse_unused(job, find_wrapper(model), ())
         model.zero_grad(set_to_none=True)
     return "both steps were done"
 
@@ -262,7 +262,7 @@ def _unreached(job: Job) -> None:
     parameter = torch.ones((), requires_grad=True)
     model(torch.ones(1, 2))
     parameter.sum().backward()
-    _refuse_unused(job, find_wrapper(model))
+    _refuse_unused(job, find_wrapper(model), ())
 
 
 def _check(job: Job) -> dict[str, Any]:

@@ -260,7 +260,7 @@ class DDPStrategy(ReplicaStrategy):
     def finish(self, optimizer: Optimizer) -> None:
         super().finish(optimizer)
         for wrapper in self._wrappers_of[id(optimizer)]:
-            _refuse_unused(self._job, wrapper)
+            _refuse_unused(self._job, wrapper, self._optimizers)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -290,7 +290,9 @@ class DDPStrategy(ReplicaStrategy):
                 compression.load_state_dict(each)
 
 
-def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
+def _refuse_unused(
+    job: Job, wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer]
+) -> None:
     """Raise if the step's reduction cannot finish, because this rank did not use some parameters.
 
     torch reports this in the next forward, with indices, or never, if other ranks wait. The check runs after
@@ -315,6 +317,8 @@ def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     why = "DDP waits for the gradient of each trainable parameter in the step's last backward."
     option = "leave static_graph out" if wrapper.static_graph else "ddp(..., find_unused=True)"
     fix = f"freeze unused parameters with requires_grad_(False) before ddp(...), or {option}."
+    if len(optimizers) > 1:
+        fix += " One loss that serves several optimizers: step.backward(loss) without optimizer=."
     if names:
         raise unreached_error(job, names, why=why, fix=fix) from cause
     raise GradientError(

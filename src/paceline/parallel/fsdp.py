@@ -360,11 +360,6 @@ class FSDPStrategy(Strategy):
                 fix="model = paceline.fsdp(job, model, blocks=...) after tensor_parallel.",
             )
         self._compared: Counter[torch.Tensor] = Counter()  # see `_refuse_partial`
-        if len(self._optimizers) > 1:
-            raise ConfigError(
-                f"training sharded models supports one optimizer, got {len(self._optimizers)}.",
-                fix="put all parameters into one optimizer, with parameter groups if they differ.",
-            )
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
@@ -401,6 +396,22 @@ class FSDPStrategy(Strategy):
         super().before_forward(micro)
         self._set_sync(micro.is_last)
 
+    def backward(
+        self,
+        loss: torch.Tensor,
+        start: torch.Tensor,
+        micro: MicroBatch,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        if inputs is not None:
+            raise ConfigError(
+                "fsdp differentiates all parameters of a loss, and `optimizer=` names some of them.",
+                where=self._job.where(),
+                why="autograd computes gradients of gathered parameters, which the optimizer does not hold.",
+                fix="one loss for all optimizers, `step.backward(loss)`; or paceline.ddp.",
+            )
+        super().backward(loss, start, micro, inputs)
+
     def _set_sync(self, on: bool) -> None:
         for root in self._roots:
             root.set_requires_gradient_sync(on)
@@ -426,11 +437,13 @@ class FSDPStrategy(Strategy):
         return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
 
     def finish(self, optimizer: Optimizer) -> None:
+        others = owned_parameters(*(each for each in self._optimizers if each is not optimizer))
+        of_others = {id(p) for p in others}  # a later backward may give them their gradients
         names = [
             name
             for model in self._models
             for name, p in unwrap(model).named_parameters()
-            if p.requires_grad and p.grad is None
+            if p.requires_grad and p.grad is None and id(p) not in of_others
         ]
         if names:
             raise unreached_error(

@@ -56,8 +56,8 @@ class Strategy:
     """The strategy of one process, and the base of those for several ranks.
 
     A step calls `begin_step`, then `before_forward` and `backward` for each micro-batch (`backward` once
-    for each optimizer) and `end_micro_batches`, or `run_micro_batches` in place of these three, then `finish`
-    for each optimizer.
+    for each loss), or `run_micro_batches` in place of these two. It calls `finish` for each optimizer after
+    its last backward, or after `end_micro_batches` if that may repeat the step.
 
     Attributes:
         divisor: After `finish` a gradient is the sum over all ranks divided by this number.
@@ -161,7 +161,7 @@ class Strategy:
         return count
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Complete the sums over ranks of an optimizer's gradients, before they are used.
+        """Complete the sums over ranks of an optimizer's gradients, after its last backward.
 
         Raises:
             GradientError: a parameter got no gradient, or one that is not summed over ranks.

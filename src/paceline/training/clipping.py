@@ -1,4 +1,4 @@
-"""Scaling and clipping of summed gradients in one pass, as `torch.nn.utils` clips them."""
+"""Clipping of gradients that are complete on all ranks, as `torch.nn.utils` clips them."""
 
 from __future__ import annotations
 
@@ -51,39 +51,25 @@ class Clipping:
             )
 
 
-def scale_and_clip(
+def clip(
     gradients: Sequence[torch.Tensor],
     norm_of: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
-    *,
-    factor: torch.Tensor | None,
-    clipping: Clipping | None,
-) -> torch.Tensor | None:
-    """Multiply gradients in place by `factor`, then clip them.
+    clipping: Clipping,
+) -> torch.Tensor:
+    """Clip gradients in place.
 
     Args:
         norm_of: The p-norm of gradients over all ranks, shape (), from gradients and p.
-        factor: Shape (), on the gradients' device; None for 1.
 
     Returns:
-        The norm after `factor` and before clipping, shape (), on the gradients' device; the largest
-        absolute value if values are clipped. None without clipping, because the norm costs a pass.
+        The norm before clipping, shape (), on the gradients' device; the largest absolute value if values are
+        clipped.
     """
     parts = [local(gradient) for gradient in gradients]
-    if clipping is None:
-        if factor is not None:
-            torch._foreach_mul_(parts, factor)
-        return None
-    # Values are clipped by a pass of their own. The norm shows NaN and infinity, which clipping would hide.
+    # The norm shows NaN and infinity, which clipping of values would hide.
     norm = norm_of(gradients, math.inf if clipping.norm is None else clipping.norm_type)
-    if factor is not None:
-        norm = norm * factor
-    coefficient = factor
     if clipping.norm is not None:
-        coefficient = torch.clamp(clipping.norm / (norm + 1e-6), max=1.0)
-        if factor is not None:
-            coefficient = coefficient * factor
-    if coefficient is not None:
-        torch._foreach_mul_(parts, coefficient)
+        torch._foreach_mul_(parts, torch.clamp(clipping.norm / (norm + 1e-6), max=1.0))
     if clipping.value is not None:
         for part in parts:
             part.clamp_(-clipping.value, clipping.value)

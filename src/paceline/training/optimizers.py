@@ -22,8 +22,6 @@ class TrainedOptimizer:
     Attributes:
         models: The models that hold parameters of the optimizer, by their number in the training.
         has_others: Whether the training has further models, so that names begin with the number.
-        token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
-            first step.
         sample_length: With count="samples", the targets of each sample, as the first losses show.
     """
 
@@ -31,7 +29,6 @@ class TrainedOptimizer:
     models: dict[int, torch.nn.Module]
     has_others: bool
     schedule: TrainedSchedule
-    token_divisor: float = 0.0
     sample_length: SampleLength = field(default_factory=SampleLength)
     _num_parameters: int = field(init=False)
 

@@ -1,8 +1,9 @@
 """`Step`: one optimizer step in the user's loop. Micro-batches go in, one update comes out.
 
-`update` does each of these once, in this order: complete the sums over ranks, divide by the loss scale,
-apply the counts, clip, check, step the optimizer, update the scaler, step the schedule. The training's
-`Strategy` does everything that concerns ranks.
+After the last micro-batch `p.grad` is the gradient of the global mean on every rank, times the loss scale.
+`update` then does each of these once, in this order: divide by the loss scale, clip, check, step the
+optimizers, update the scaler, step the schedules. The training's `Strategy` does everything that concerns
+ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.loss_graph import discard_gradients
+from paceline.parallel.modules import local
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
-from paceline.training.clipping import Clipping, scale_and_clip
+from paceline.training.clipping import Clipping, clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -54,6 +56,8 @@ class StepContext:
         checks_rows: Whether to check that a micro-batch holds all of its samples.
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
+        token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
+            first step.
         check_losses_until: Losses of steps below this number are checked for being sums.
     """
 
@@ -67,6 +71,7 @@ class StepContext:
     before_update: Callable[[], None]
     generator: torch.Generator
     dropout_key: int
+    token_divisor: float = 0.0
     check_losses_until: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, float, torch.dtype] | None = None
@@ -77,9 +82,9 @@ class StepContext:
         self.strategy.leave_step()
 
     def start_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Initial gradient of backward, so that `update` gets gradients divided by `divisor`; shape ()."""
-        # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make fp16
-        # gradients larger by the number of ranks, so that they overflow on many ranks.
+        """Initial gradient of backward, so that gradients are divided by `divisor`; shape ()."""
+        # With a loss scale gradients are multiplied by the strategy's divisor after the last backward
+        # instead. Here it would make fp16 gradients larger by the number of ranks, so that they overflow.
         undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
         key = (undo, divisor, loss.dtype)
         if self._start is None or key != self._start_for:
@@ -96,6 +101,7 @@ class _Record:
     needs_backward: bool = False  # of the current micro-batch
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
+    total: torch.Tensor | None = None  # with count="tokens": the count summed over ranks, shape ()
     backwards: int = 0
     is_updated: bool = False
     was_stepped: bool = False  # by `update`, unless the loss scaler left it out
@@ -112,8 +118,7 @@ class Step:
         epoch: Counted from 0.
         num_samples: Samples of this step over all ranks.
         ends_epoch: Whether this is the last step of its epoch.
-        grad_norm: After an `update` that clips: the norm of its optimizer's gradient before that, shape ();
-            else None.
+        grad_norm: After an `update` that clips: the norm of the gradient before that, shape (); else None.
         grad_norms: After `update(grad_norms=True)`: the norm of each parameter's gradient before clipping,
             by the parameter's name, each of shape (); else empty. With several models the name begins with
             the number of the model, such as "1.weight".
@@ -123,7 +128,7 @@ class Step:
 
     __slots__ = (
         "_context",
-        "_count_totals",
+        "_differentiated",
         "_is_batch_open",
         "_micro",
         "_num_begun",
@@ -147,8 +152,7 @@ class Step:
         # Whether `batch` was read, and `update` has not ended its micro-batch.
         self._is_batch_open = False
         self._num_not_updated = len(self._records)  # optimizers, without skipped ones
-        # With count="tokens": the counts of each optimizer, summed over ranks.
-        self._count_totals: torch.Tensor | None = None
+        self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -179,6 +183,8 @@ class Step:
                 _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
             ]
             yield from self._run_micro_batches(micros)
+        if strategy.repeats_steps:
+            self._complete_gradients(self._used_records())
 
     @property
     def batch(self) -> Any:
@@ -311,17 +317,13 @@ class Step:
                 micro-batch.
             reduction: See `backward`.
 
+        With several optimizers, the loss is that of all of them.
+
         Raises:
-            StepError: the training has several optimizers.
             LossError, CountError: see `backward`.
 
         Collective: all ranks.
         """
-        if len(self._records) > 1:
-            raise self._error(
-                f"`step.run` is for one optimizer; this training has {len(self._records)}.",
-                fix="write the loop: `for batch in step: ... step.backward(loss, count=n, optimizer=...)`.",
-            )
         strategy = self._context.strategy
         if strategy.runs_micro_batches:
             self._begin_micro_batches()
@@ -334,11 +336,13 @@ class Step:
             self._num_begun = scheduled.num_micro_batches
             clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
-            clock.enter(OTHER)
+            clock.enter(BACKWARD)
             (record,) = self._records
             record.backwards = scheduled.num_micro_batches
             record.loss = scheduled.loss
             record.count = strategy.sum_loss_count(scheduled.count)
+            self._complete_gradients([record])
+            clock.enter(OTHER)
             return
         for batch in self:
             assert self._micro is not None
@@ -370,46 +374,55 @@ class Step:
     ) -> None:
         """Add the gradient of a micro-batch; the last one sums the gradients of all ranks.
 
+        After it `p.grad` is the gradient of the mean over the samples (or tokens) of all ranks, times the
+        loss scale in fp16. With `reproducible=True` that holds after the loop over micro-batches.
+
         Args:
             loss: Shape (): the sum, or the mean, of the losses over the samples (or tokens) of this
                 micro-batch.
             count: The number of samples (or tokens) in the loss; 0 tokens are legal in one micro-batch. None
                 is only for a mean over the samples: then it is the number of samples of the micro-batch.
             reduction: "sum" or "mean": what the loss is over its `count` samples or tokens.
-            optimizer: With several optimizers, the one whose parameters are differentiated.
+            optimizer: With several optimizers: the one that this loss belongs to, as in a GAN; only its
+                parameters are differentiated. None: the loss belongs to all of them.
 
         Raises:
             LossError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
-            CountError: the count is missing, negative or not the number of samples of the micro-batch.
+            CountError: the count is missing, negative or not the number of samples of the micro-batch; the
+                counts of all ranks sum to 0.
+            GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
             StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
 
         Collective: all ranks, for each of their micro-batches.
         """
         clock.enter(BACKWARD)
         context, micro = self._context, self._micro
-        record = self._record_of(optimizer)
+        records = self._records_of(optimizer)
         context.precision.leave()
         if micro is None:
             raise self._error(
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
-        count = self._checked_count(loss, count, reduction, micro, record)
-        self._refuse_backward(record)
-        record.needs_backward = False
-        record.backwards += 1
+        count = self._checked_count(loss, count, reduction, micro, records[0])
+        self._refuse_backward(loss, records, optimizer)
+        for record in records:
+            record.needs_backward = False
+            record.backwards += 1
         loss = context.strategy.plain_loss(loss)
         scaled = context.precision.scaler.scale(loss)
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
-            start, own = self._start_and_logged(loss, count, reduction, record, scaled)
-            record.loss = own if record.loss is None else record.loss + own
-            record.count = record.count + count
+            start, own = self._start_and_logged(loss, count, reduction, scaled)
+            for record in records:
+                record.loss = own if record.loss is None else record.loss + own
+                record.count = record.count + count
         hooks = []
         if micro.is_ghost or weight.has_no_gradient(loss, count, reduction):
             hooks = discard_gradients(scaled)
-        has_one_optimizer = len(self._records) == 1
-        inputs = None if has_one_optimizer else record.trained.parameters
+        inputs = None
+        if len(records) < len(self._records):
+            inputs = [p for record in records for p in record.trained.parameters]
         try:
             context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
@@ -417,7 +430,9 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not has_one_optimizer and any(other.needs_backward for other in self._records):
+        if micro.is_last and not context.strategy.repeats_steps:
+            self._complete_gradients(records)
+        if any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
         else:
@@ -467,12 +482,11 @@ class Step:
         loss: torch.Tensor,
         count: int | torch.Tensor,
         reduction: Reduction,
-        record: _Record,
         scaled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count_unit == "tokens"
-        divisor = record.trained.token_divisor if by_tokens else self.num_samples
+        divisor = self._context.token_divisor if by_tokens else self.num_samples
         start = self._context.start_of(scaled, divisor)
         if reduction == "mean":
             start = start * count
@@ -491,7 +505,8 @@ class Step:
         """Take the optimizer step with the gradient of all ranks' samples.
 
         Args:
-            optimizer: With several optimizers, the one to step.
+            optimizer: With several optimizers, the one to step; None steps all, and clips their gradients
+                together.
             clip_norm: Bound of the gradient's norm, > 0; `grad_norm` holds the norm before clipping.
             norm_type: Which norm `clip_norm` bounds: a number > 0; `math.inf` for the largest absolute value.
             clip_value: Bound of the absolute value of each element, > 0; `grad_norm` holds the largest
@@ -501,30 +516,29 @@ class Step:
         Raises:
             ConfigError: an option is out of range or has no effect.
             StepError: a micro-batch was left out or had no backward, or the step was updated already.
-            CountError: the counts of all ranks sum to 0.
-            GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
             NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
                 CPU only, when clipping, and without a loss scale.
 
-        Collective: all ranks, once for each optimizer.
+        Collective: all ranks, once for all optimizers or once for each.
         """
         context = self._context
-        record = self._record_of(optimizer)
-        trained = record.trained
-        self._refuse_update(record)
-        if self._is_batch_open and self._num_not_updated == 1:
+        records = self._records_of(optimizer)
+        for record in records:
+            self._refuse_update(record)
+        if self._is_batch_open and self._num_not_updated == len(records):
             self._end_batch()
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
         clock.enter(OPTIMIZER)
-        context.strategy.finish(trained.optimizer)
-        context.precision.scaler.unscale_(trained.optimizer)
-        self._scale_and_clip(record, clipping, grad_norms)
+        for record in records:
+            context.precision.scaler.unscale_(record.trained.optimizer)
+        self._clip(records, clipping, grad_norms)
         context.before_update()
-        record.was_stepped = context.precision.step(trained.optimizer)
-        record.is_updated = True
-        self._num_not_updated -= 1
+        for record in records:
+            record.was_stepped = context.precision.step(record.trained.optimizer)
+            record.is_updated = True
+        self._num_not_updated -= len(records)
         if self.is_done:
             context.precision.end_step()
             for each in self._records:
@@ -533,56 +547,52 @@ class Step:
                     ends_epoch=self.ends_epoch,
                     where=self._where,
                 )
-        trained.clear_gradients()
+        for record in records:
+            record.trained.clear_gradients()
         clock.enter(OTHER)
 
-    def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:
-        """Multiply the gradients by `_factor` and clip them, in one pass."""
-        factor = self._factor(record)
-        self.grad_norm = None
-        if norms:
-            self.grad_norms |= self._norms(record, factor)
-        if factor is None and clipping is None:
-            return
-        gradients = [p.grad for p in record.trained.parameters if p.grad is not None]
-        self.grad_norm = scale_and_clip(
-            gradients, self._context.strategy.grad_norm, factor=factor, clipping=clipping
-        )
-        if self.grad_norm is not None:
-            self._refuse_non_finite(self.grad_norm, record.trained)
-
-    def _norms(self, record: _Record, factor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        named = record.trained.named_parameters()
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
-        norms = self._context.strategy.grad_norms(gradients, 2.0)
-        return norms if factor is None else {name: norm * factor for name, norm in norms.items()}
+    def _complete_gradients(self, records: list[_Record]) -> None:
+        """Make `p.grad` the gradient of the global mean, times the loss scale, after the last backward."""
+        context = self._context
+        if context.count_unit == "tokens":
+            totals = weight.total_counts(context.job, [record.count for record in records])
+            for record, total in zip(records, totals, strict=True):
+                record.total = total
+        for record in records:
+            context.strategy.finish(record.trained.optimizer)
+            factor = self._factor(record)
+            if factor is not None:
+                parts = [local(p.grad) for p in record.trained.parameters if p.grad is not None]
+                torch._foreach_mul_(parts, factor)
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
-        """The factor for the gradients of an optimizer, shape (); None for 1."""
+        """What `start_of` has left out of the gradients of an optimizer, shape (); None for 1."""
         context = self._context
         factor = None
-        if context.count_unit == "tokens":
-            if self._count_totals is None:
-                planned = self._planned.num_micro_batches
-                if any(not r.is_skipped and r.backwards < planned for r in self._records):
-                    raise self._error(
-                        'with several optimizers and count="tokens", this `update` came too early.',
-                        why="the tokens of all ranks are counted after the loop over micro-batches.",
-                        fix="call step.update(optimizer) for each after that loop.",
-                    )
-                self._count_totals = weight.total_counts(
-                    context.job, [r.count for r in self._records]
-                )
-            total = self._count_totals[self._records.index(record)]
+        if record.total is not None:
             factor = weight.token_factor(
-                total, record.trained.token_divisor, self._where, self.number
+                record.total, context.token_divisor, self._where, self.number
             )
         if context.precision.scaler.is_enabled() and context.strategy.divisor != 1:
             undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
             factor = undo if factor is None else factor * undo
         return factor
 
-    def _refuse_non_finite(self, norm: torch.Tensor, trained: TrainedOptimizer) -> None:
+    def _clip(self, records: list[_Record], clipping: Clipping | None, norms: bool) -> None:
+        self.grad_norm = None
+        strategy = self._context.strategy
+        if norms:
+            named = [pair for record in records for pair in record.trained.named_parameters()]
+            each = {name: p.grad for name, p in named if p.grad is not None}
+            self.grad_norms |= strategy.grad_norms(each, 2.0)
+        if clipping is None:
+            return
+        parameters = [p for record in records for p in record.trained.parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.grad_norm = clip(gradients, strategy.grad_norm, clipping)
+        self._refuse_non_finite(self.grad_norm, records)
+
+    def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,
         # which is NaN. With a loss scale the scaler skips such a step.
         if self._context.precision.scaler.is_enabled() or norm.device.type != "cpu":
@@ -591,7 +601,8 @@ class Step:
             return
         bad = [
             name
-            for name, p in trained.named_parameters()
+            for record in records
+            for name, p in record.trained.named_parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
         raise NonFinite(
@@ -667,21 +678,21 @@ class Step:
         return self._num_begun > 0
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        used = [i for i, each in enumerate(self._records) if not each.is_skipped]
-        record, totals = self._records[used[0]], self._count_totals
-        if len(used) == 1 or totals is None or totals.device.type == "cpu":
-            return record.loss, record.count
-        # On a device `update` does not read the totals; those of the other optimizers may be 0 too.
-        return record.loss, weight.reported_count(record.count, totals[used])
+        used = self._used_records()
+        loss, count = used[0].loss, used[0].count
+        totals = [record.total for record in used if record.total is not None]
+        if len(used) == 1 or not totals or totals[0].device.type == "cpu":
+            return loss, count
+        # The totals on a device are not read; those of the other optimizers may be 0 too.
+        return loss, weight.reported_count(count, torch.stack(totals))
 
-    def _record_of(self, optimizer: torch.optim.Optimizer | None) -> _Record:
-        if optimizer is None:
-            if len(self._records) == 1:
-                return self._records[0]
-            raise self._error(
-                f"this training has {len(self._records)} optimizers; the call names none of them.",
-                fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
-            )
+    def _used_records(self) -> list[_Record]:
+        return [record for record in self._records if not record.is_skipped]
+
+    def _records_of(self, optimizer: torch.optim.Optimizer | None) -> list[_Record]:
+        return self._used_records() if optimizer is None else [self._record_of(optimizer)]
+
+    def _record_of(self, optimizer: torch.optim.Optimizer) -> _Record:
         for record in self._records:
             if record.trained.optimizer is optimizer:
                 return record
@@ -690,16 +701,29 @@ class Step:
             fix="Training(job, models, [optimizer, ...], batches).",
         )
 
-    def _refuse_backward(self, record: _Record) -> None:
-        if record.is_skipped:
+    def _refuse_backward(
+        self,
+        loss: torch.Tensor,
+        records: list[_Record],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        if any(record.is_skipped for record in records):
             raise self._skipped_error("backward")
-        if not record.needs_backward:
+        if loss is self._differentiated:
+            raise self._error(
+                "this loss had its `step.backward` already, for another optimizer.",
+                fix="call step.backward(loss) once, without optimizer=: it serves all optimizers. Then "
+                "step.update().",
+            )
+        if not all(record.needs_backward for record in records):
             raise self._error(
                 "this micro-batch had its `step.backward` already.",
                 fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
             )
-        several = len(self._records) > 1
-        if several and next(each for each in self._records if each.needs_backward) is not record:
+        if optimizer is None or len(self._records) == 1:
+            return
+        self._differentiated = loss
+        if next(each for each in self._records if each.needs_backward) is not records[0]:
             raise self._error(
                 "the backwards came in another order than the optimizers were given to Training.",
                 fix="give Training the optimizers in the order of their backwards.",
@@ -736,10 +760,10 @@ class Step:
             )
 
     def _backward_fix(self) -> str:
-        each = "micro-batch and optimizer" if len(self._records) > 1 else "micro-batch"
+        several = ", or with optimizer=... for each optimizer" if len(self._records) > 1 else ""
         return (
-            "write `step.backward(loss, count=...)` in place of `loss.backward()`, once for each "
-            f'{each}; with reduction="mean" if the loss is a mean.'
+            "write `step.backward(loss)` in place of `loss.backward()`, once for each micro-batch"
+            f"{several}."
         )
 
     def _skipped_error(self, method: str) -> StepError:
@@ -792,7 +816,7 @@ class _Scheduled:
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
-        start, own = step._start_and_logged(loss, count, self._reduction, record, loss)
+        start, own = step._start_and_logged(loss, count, self._reduction, loss)
         self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
 

@@ -533,10 +533,9 @@ class Training:
             if planned.offset == 0:
                 context.strategy.check()
             if context.count_unit == "tokens":
-                for trained in context.optimizers:
-                    trained.token_divisor = trained.token_divisor or weight.next_token_divisor(
-                        step.num_samples
-                    )
+                context.token_divisor = context.token_divisor or weight.next_token_divisor(
+                    step.num_samples
+                )
             loop.enter(step)
             try:
                 yield step
@@ -618,7 +617,7 @@ class Training:
                 "the step was left without `step.update()`.",
                 where=self.job.where(),
                 fix="call step.update() in place of optimizer.step(), after the loop over micro-batches"
-                + ("." if len(self.optimizers) == 1 else ", once for each optimizer."),
+                + ("." if len(self.optimizers) == 1 else ", without optimizer= or once for each."),
                 step=step.number,
             )
         self.number, self._last = step.number, step._planned
@@ -654,9 +653,7 @@ class Training:
         has_count = context.count_unit == "tokens" and word.totals and word.totals[-1].count > 0
         if has_count and not keeps_divisor:
             # The count of the first optimizer; for the others any power of two gives the same bits.
-            divisor = weight.next_token_divisor(word.totals[-1].count)
-            for trained in context.optimizers:
-                trained.token_divisor = divisor
+            context.token_divisor = weight.next_token_divisor(word.totals[-1].count)
         with clock.during(LOGGING):
             self._report.write(word.totals, reduce=word.requests.reduce)
             if word.times:

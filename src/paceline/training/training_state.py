@@ -61,7 +61,7 @@ class TrainingState:
             "position": [position.seed, position.epoch, position.offset],
             "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
             "schedule_types": [trained.schedule.type for trained in context.optimizers],
-            "divisors": [trained.token_divisor for trained in context.optimizers],
+            "divisors": [context.token_divisor] * len(context.optimizers),
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
             "kept": self._states_kept(is_optional=False),
@@ -88,10 +88,8 @@ class TrainingState:
         context.before_update()
         context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
-        for trained, schedule, divisor in zip(
-            context.optimizers, saved["schedules"], saved["divisors"], strict=True
-        ):
-            trained.token_divisor = divisor
+        context.token_divisor = saved["divisors"][0]
+        for trained, schedule in zip(context.optimizers, saved["schedules"], strict=True):
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
         states = saved["kept"] | saved.get("optional", {})

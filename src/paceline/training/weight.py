@@ -6,8 +6,8 @@ result is the mean, however samples are split over ranks. For a mean loss, backw
 that.
 
 The number of tokens of a step is known only after its last micro-batch. So backward divides by
-`token_divisor`, a power of two near the last total, and `update` multiplies by `token_divisor / total`.
-Division by a power of two does not round.
+`token_divisor`, a power of two near the last total, and after the last backward gradients are multiplied by
+`token_divisor / total`. Division by a power of two does not round.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""After the last micro-batch `p.grad` is the gradient of the global mean, whatever sums it over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_gpt import GPT, make_tokens, token_loss, wrap
+from small_trainings import make_data, refusals
+from torch import nn
+
+import paceline
+from paceline import Mesh
+from paceline.testing import run_ranks
+
+SAMPLES = 7  # ragged on 2 and 3 ranks: one has a padding micro-batch
+LAYOUTS: dict[str, tuple[int, Mesh | None]] = {
+    "one process": (1, None),
+    "ddp on 2": (2, None),
+    "ddp on 3": (3, None),
+    "fsdp on 2": (2, Mesh(dp_shard=2)),
+    "fsdp on 3": (3, Mesh(dp_shard=3)),
+    "tp on 2": (2, Mesh(tp=2)),
+    "pp on 2": (2, Mesh(pp=2)),
+    "pp x replicas on 4": (4, Mesh(pp=2, dp_replicate=2)),
+}
+BOUNDS = {"fp32": 1e-9, "fp16": 2e-2}  # relative; weights are float64 in "fp32"
+
+State = dict[str, torch.Tensor]
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def _plain_gradient(count: str) -> State:
+    model = GPT().double()
+    loss, tokens = token_loss(model, list(make_tokens(SAMPLES).tensors))
+    (loss / (tokens if count == "tokens" else SAMPLES)).backward()
+    return {name: _whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _before_update(job: Any, parts: int, precision: str, count: str, exact: bool) -> list[State]:
+    """Gradients before `update`, and weights before and after an update whose gradients were set to 0."""
+    net = GPT() if precision == "fp16" else GPT().double()
+    model = wrap(job, net)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters[i::parts], lr=0.1) for i in range(parts)]
+    batches = paceline.Batches(job, make_tokens(SAMPLES), global_batch=SAMPLES, micro_batch=2)
+    training = paceline.Training(
+        job, model, optimizers, batches, count=count, precision=precision, reproducible=exact
+    )
+
+    def loss_sum(batch: Any) -> tuple[torch.Tensor, int]:
+        loss, tokens = token_loss(model, batch)
+        return loss, tokens if count == "tokens" else len(batch[0])
+
+    for step in training.steps(until=1):
+        step.run(loss_sum)
+        scale = training._context.precision.scaler.get_scale()
+        gradients = {name: _whole(p.grad) / scale for name, p in net.named_parameters()}
+        before = {name: _whole(p) for name, p in net.named_parameters()}
+        for p in net.parameters():
+            p.grad.zero_()
+        step.update()
+    return [gradients, before, {name: _whole(p) for name, p in net.named_parameters()}]
+
+
+def _each_case(job: Any, cases: list[Any]) -> list[list[State]]:
+    return [_before_update(job, *case) for case in cases]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_the_global_mean_and_a_change_of_it_takes_effect(layout: str) -> None:
+    nproc, mesh = LAYOUTS[layout]
+    precisions = ["fp32"] if layout.startswith(("tp", "pp")) else ["fp32", "fp16"]
+    numbers = [1] if layout.startswith("pp") else [1, 2]  # of optimizers that one loss serves
+    exact = [False] if mesh else [False, True]
+    cases = [
+        (parts, precision, count, is_exact)
+        for parts in numbers
+        for precision in precisions
+        for count in ("samples", "tokens")
+        for is_exact in exact
+    ]
+    ranks = run_ranks(_each_case, cases, nproc=nproc, mesh=mesh)
+    for case, found in zip(cases, zip(*ranks, strict=True), strict=True):
+        want = _plain_gradient(case[2])
+        size = float(torch.cat([g.reshape(-1) for g in want.values()]).norm())
+        assert {name for gradients, _, _ in found for name in gradients} == set(want)
+        for gradients, before, after in found:
+            for name, gradient in gradients.items():
+                difference = float((gradient - want[name]).norm())
+                assert difference <= BOUNDS[case[1]] * size, (case, name)
+                assert torch.equal(before[name], after[name]), (case, name)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+def _optimizers(net: Net) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(net.first.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(net.last.parameters(), lr=0.01),
+    ]
+
+
+def _trained_by_two(job: Any, how: str, folder: Path, until: int) -> list[float]:
+    net = Net().double()
+    model = (paceline.fsdp if how == "fsdp" else paceline.ddp)(job, net)
+    data = make_data(18, torch.float64)
+    batches = paceline.Batches(job, data, global_batch=6, micro_batch=1, shuffle=False)
+    training = paceline.Training(
+        job,
+        model,
+        _optimizers(net),
+        batches,
+        reproducible=how == "exact",
+        checkpoints=paceline.Checkpoints(folder, every_steps=1),
+    )
+    for step in training.steps(until=until):
+        for x, y in step:
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            step.backward(loss, count=len(y))
+        step.update(clip_norm=0.05)
+    return torch.cat([_whole(p).reshape(-1) for p in net.parameters()]).tolist()
+
+
+def _trained_by_torch() -> list[float]:
+    net = Net().double()
+    optimizers = _optimizers(net)
+    x, y = make_data(18, torch.float64).tensors
+    for i in range(0, 18, 6):
+        F.cross_entropy(net(x[i : i + 6]), y[i : i + 6]).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "exact"])
+def test_one_update_clips_together_and_steps_all_optimizers(
+    tmp_path: Path, how: str, nproc: int
+) -> None:
+    want = _trained_by_torch()
+    run_ranks(_trained_by_two, how, tmp_path, 2, nproc=nproc)
+    for got in run_ranks(_trained_by_two, how, tmp_path, 3, nproc=nproc):  # resumes
+        assert got == pytest.approx(want, rel=1e-9)
+
+
+def _gan(job: Any, precision: str, count: str) -> list[float]:
+    """Critic and generator with a loss each; each is clipped and updated before the next backward."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 1), nn.Linear(4, 4)]
+    critic, generator = (paceline.ddp(job, net) for net in nets)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    batches = paceline.Batches(job, make_data(14), global_batch=7)
+    training = paceline.Training(
+        job, [critic, generator], optimizers, batches, count=count, precision=precision
+    )
+    norms = []
+    for step in training.steps(epochs=2):
+        for x, _ in step:
+            losses = (
+                lambda x=x: (critic(x) - critic(generator(x).detach())).float().tanh().sum(),
+                lambda x=x: critic(generator(x)).float().tanh().sum(),
+            )
+            for net, optimizer, loss in zip(nets, optimizers, losses, strict=True):
+                step.backward(loss(), count=len(x), optimizer=optimizer)
+                scale = training._context.precision.scaler.get_scale()
+                norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), scale)) / scale)
+                step.update(optimizer)
+    return norms
+
+
+def _gans(job: Any) -> list[list[float]]:
+    return [_gan(job, each, count) for each in BOUNDS for count in ("samples", "tokens")]
+
+
+def test_the_losses_of_a_gan_have_their_gradients_before_each_update() -> None:
+    one = run_ranks(_gans, nproc=1)[0]
+    for each in one:  # a sample counts as one token
+        assert each == pytest.approx(one[0], rel=BOUNDS["fp16"])
+    for nproc in (2, 3):
+        for got in run_ranks(_gans, nproc=nproc):
+            for each in got:
+                assert each == pytest.approx(one[0], rel=BOUNDS["fp16"])
+
+
+def _twice(job: Any, kind: str) -> None:
+    """One loss that is given for each of two optimizers."""
+    net = Net()
+    model = (paceline.fsdp if kind == "fsdp" else paceline.ddp)(job, net)
+    optimizers = _optimizers(net)
+    batches = paceline.Batches(job, make_data(), global_batch=6, micro_batch=1)
+    training = paceline.Training(job, model, optimizers, batches, reproducible=kind == "exact")
+    for step in training.steps(until=1):
+        for x, y in step:
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            for optimizer in optimizers:
+                step.backward(loss, count=len(y), optimizer=optimizer)
+        step.update()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_one_loss_for_each_optimizer_is_refused_with_the_fix(nproc: int) -> None:
+    kinds = ["ddp", "exact", "fsdp"]
+    for found in run_ranks(refusals, _twice, kinds, nproc=nproc):
+        for kind in kinds:
+            assert "step.backward(loss)" in found[kind][1]
