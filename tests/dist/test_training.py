@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import weakref
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1369,6 +1370,51 @@ def test_a_resumed_training_ends_bit_for_bit_where_a_straight_one_ends(
     model = _model()  # the file has the model's own names, without "module."
     model.load_state_dict(torch.load(tmp_path / "b/out/model.pth", weights_only=True))
     assert weights_of(model) == resumed[0][1]
+
+
+def _fails_with_a_long_clean_up(job: Any, where: str) -> tuple[str, bool]:
+    """The error, and whether the clean-up of rank 0 has seen that all peers got theirs."""
+    store, rank, told = job.store.clone(), job.rank, [False]
+
+    def clean_up() -> None:
+        store.wait([f"told/{rank}" for rank in range(1, job.world_size)], timedelta(seconds=12))
+        told[0] = True
+
+    class Slow:
+        def log(self, step: int, values: Any) -> None: ...
+
+        def close(self) -> None:
+            clean_up()
+
+    try:
+        with job:
+            training = _training(job)
+            if where == "logger":
+                training.report(loggers=[Slow()])
+            elif where == "action" and rank == 0:
+                job.on_leave(clean_up)
+            for step in training.steps(epochs=1):
+                backwards(training, step)
+                if rank == 0:
+                    raise ZeroDivisionError
+                step.update()
+    except Exception as error:
+        if rank != 0:
+            store.set(f"told/{rank}", "")
+        elif where == "finally":
+            clean_up()
+        return f"{type(error).__name__}: {error}", told[0]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("where", ["logger", "action", "finally"])
+def test_the_peers_of_a_failed_rank_do_not_wait_for_its_clean_up(where: str, nproc: int) -> None:
+    first, *others = run_ranks(_fails_with_a_long_clean_up, where, nproc=nproc)
+    assert first[0].startswith("ZeroDivisionError")
+    assert first[1]
+    for text, _ in others:
+        assert text.startswith("PeerFailed: rank 0 failed first: ZeroDivisionError")
 
 
 def _resumed_with(job: Any, folder: str, until: int, scheduled: bool, options: Any) -> list[str]:

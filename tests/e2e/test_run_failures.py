@@ -454,3 +454,32 @@ def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
     stores = {tuple(line.split()) for line in (tmp_path / "stores").read_text().splitlines()}
     assert len({port for _, port in stores}) == 2
     assert len(stores) == 4
+
+
+LONG_CLEAN_UP = """
+import time
+import paceline
+try:
+    with paceline.join() as job:
+        job.on_leave(lambda: time.sleep(20 * (job.rank == 0)))
+        if job.rank == 0:
+            raise ValueError("bad sample 17")
+        paceline.gather(job, 1)
+except ValueError:
+    if CAUGHT:
+        raise SystemExit(0)
+    raise
+"""
+
+
+def test_an_error_is_the_cause_also_if_the_rank_ends_during_its_clean_up(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", LONG_CLEAN_UP.replace("CAUGHT", "False"), tmp_path)
+    assert done.code == 1
+    assert "[0] ValueError: bad sample 17" in done.err
+    assert "paceline: rank 0 of 2 failed: ValueError: bad sample 17" in done.err
+
+
+def test_an_error_that_left_the_job_and_was_caught_is_no_failure(tmp_path: Path) -> None:
+    script = LONG_CLEAN_UP.replace("CAUGHT", "True").replace("20", "0")
+    done = run("--nproc-per-node=1", script, tmp_path)
+    assert done.code == 0, done

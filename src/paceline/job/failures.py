@@ -268,6 +268,14 @@ class Peers:
             return  # rank 0 has ended, and the store with it; the main thread reports it
 
 
+def tell_launcher(error: BaseException) -> None:
+    """Tell `paceline run`, if it started this process: it ends this rank soon after the first peer."""
+    # The first code of such a rank runs under this name; it does not import paceline, nor this room it.
+    report = getattr(sys.modules.get("paceline.launch.worker"), "report_before_clean_up", None)
+    if report is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+        report(error)
+
+
 def abort_process_groups() -> None:
     """Close all process groups without waiting for peers; their collectives break at once."""
     abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")

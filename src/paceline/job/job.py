@@ -232,13 +232,14 @@ class Job:
         self.failed = True
         if self.peers is not None:
             self.peers.mark_failed(error)
+        failures.tell_launcher(error)
+        if self.group is not None:  # before the actions: the other ranks must not wait for them
+            failures.abort_process_groups()
         while self._leave_actions:
             try:
                 self._leave_actions.popitem()[1]()
             except Exception as second:  # the first error is the one to report
                 log.logger.warning("while leaving after an error: %r", second)
-        if self.group is not None:
-            failures.abort_process_groups()
         if self.peers is not None:
             self.peers.linger()
             failures.detach_excepthook(error)

@@ -325,7 +325,9 @@ class Rank:
         """How it ended, as far as known."""
         error, exit_place, interrupted_at, at, step = None, None, "", self.ended_at, 0
         for event in list(self.events):
-            if event["event"] in ("seen_error", "final_error"):
+            if event["event"] == "final_error" or (
+                event["event"] == "seen_error" and self.returncode != 0
+            ):
                 at, step = event["time"], event["step"]
                 fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
                 error = Error(**fields | {"kinds": tuple(event["kinds"])})

@@ -43,6 +43,7 @@ _status = 0
 _interrupted = False
 # The event about the last error that the script has printed or formatted.
 _printed: dict[str, Any] | None = None
+_control: Control | None = None  # of this rank
 
 
 def _load(*names: str) -> Any:
@@ -145,10 +146,10 @@ class Control:
 
 def main() -> NoReturn:
     """Run one rank."""
-    global _status
+    global _control, _status
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd else None
-    control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
+    control = _control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
     control.handlers["ignore_preemption"] = lambda _: _ignore_preemption()
     # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
@@ -342,6 +343,12 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
     # Compared by name, because most scripts do not import paceline.errors.
     ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
     os._exit(getattr(error, "exit_code", 1) if ours else 1)
+
+
+def report_before_clean_up(error: BaseException) -> None:
+    """Tell the launcher, if this is a rank, of an error whose clean-up may take longer than it waits."""
+    if _control is not None:
+        _control.send(_describe(error) | {"event": "seen_error", "shown": False})
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
