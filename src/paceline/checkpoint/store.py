@@ -60,6 +60,9 @@ class Store:
         self.root = root
 
     def _path(self, path: str) -> str:
+        # The name of an attempt comes through the job's store, which other users of the host can write to.
+        if ".." in path.split("/"):
+            raise ValueError(f"{path} leads out of {self.root}")
         return os.path.join(self.root, path) if path else self.root
 
     def scratch(self, folder: str, attempt: str) -> str:

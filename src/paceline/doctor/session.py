@@ -104,8 +104,10 @@ def _links(store: dist.Store, info: RankInfo, ranks: list[Facts], hosts: list[in
 
 def _shared(store: dist.Store, info: RankInfo, folder: Path) -> list[bool]:
     """Whether each rank sees the file that rank 0 wrote to the folder."""
-    name = _exchange(store, info, "token", f".paceline-doctor-{secrets.token_hex(8)}")[0]
-    mark = folder / name
+    own = f".paceline-doctor-{secrets.token_hex(8)}"
+    name = _exchange(store, info, "token", own)[0]
+    # Other users of the host can write to the store: rank 0 makes and removes its own file only.
+    mark = folder / (own if info.rank == 0 else name)
     try:
         if info.rank == 0:
             with contextlib.suppress(OSError):  # the facts of rank 0 have this error already
