@@ -86,6 +86,10 @@ def test_what_the_runs_recorded_is_kept_in_an_empty_folder(
     with pytest.raises(Refused, match="nothing to judge"):
         session.verify(options, lambda line: None)
     assert [path.name for path in (tmp_path / "kept/solo").iterdir()] == ["rank0.jsonl"]
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="other users can write"):
+        session.verify(replace(OPTIONS, keep=tmp_path / "open"), lambda line: None)
     with pytest.raises(ConfigError, match="is not empty"):
         session.verify(options, lambda line: None)
     (tmp_path / "file").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -125,11 +126,17 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
 def _make_empty(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_used = any(folder.iterdir())
+        is_used, status = any(folder.iterdir()), folder.stat()
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}.") from error
     if is_used:
         raise ConfigError(f"the folder {folder} is not empty.", fix="give --keep a new folder.")
+    if status.st_uid != os.getuid() or status.st_mode & 0o002:
+        raise ConfigError(
+            f"other users can write to the folder {folder}.",
+            why="batches are kept there and unpickled.",
+            fix="give --keep a new folder.",
+        )
 
 
 def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float:
