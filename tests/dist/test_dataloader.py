@@ -221,13 +221,10 @@ def _settings(job: Job) -> Any:
     def drop_nothing(samples: list[Any]) -> Any:
         return [index for index, _ in samples]
 
-    loader = DataLoader(DATA, batch_size=4, collate_fn=drop_nothing, drop_last=True)
-    derived = Batches(job, loader)
+    derived = Batches(job, DataLoader(DATA, batch_size=4, collate_fn=drop_nothing))
     micros = [m.batch for step in derived.iterate(Position(7), epochs=1) for m in step]
     tensors = Batches(job, DataLoader(TensorDataset(torch.arange(10)), 4), global_batch=8)
-    plain = Batches(
-        job, TensorDataset(torch.arange(10)), global_batch=8, micro_batch=4, shuffle=False
-    )
+    plain = Batches(job, TensorDataset(torch.arange(10)), global_batch=8, shuffle=False)
     for one, other in zip(
         *(b.iterate(Position(7), epochs=1) for b in (tensors, plain)), strict=True
     ):
@@ -239,10 +236,80 @@ def _settings(job: Job) -> Any:
 def test_settings_come_from_the_loader() -> None:
     for nproc in (1, 2):
         for global_batch, micro_batch, micros, longest, same in run_ranks(_settings, nproc=nproc):
-            assert (global_batch, micro_batch, longest) == (4 * nproc, 4, 4)
+            assert (global_batch, micro_batch, longest) == (4 * nproc, 4 * nproc, 8)
             assert same
             assert all(type(batch) is list for batch in micros)
             assert max(len(batch) for batch in micros) == 4
+
+
+class Numbers(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.size))
+
+
+def _dropped(job: Job) -> dict[str, Any]:
+    """The samples of this rank in each step, by how the last step is dropped, in three epochs."""
+    found: dict[str, Any] = {}
+    order = TensorDataset(torch.arange(SIZE))
+    sampler = WeightedRandomSampler([1.0] * SIZE, 30)
+    makes: dict[str, Callable[[], Batches]] = {
+        "argument": lambda: Batches(job, order, global_batch=6, drop_last=True),
+        "workers": lambda: Batches(job, order, global_batch=6, drop_last=True, workers=2),
+        "loader": lambda: Batches(
+            job, DataLoader(order, 2, shuffle=True, drop_last=True), global_batch=6
+        ),
+        "sampler": lambda: Batches(
+            job, DataLoader(order, 2, sampler=sampler, drop_last=True), global_batch=7
+        ),
+        "divides": lambda: Batches(job, TensorDataset(torch.arange(24)), global_batch=6),
+        "stream": lambda: Batches(job, Numbers(SIZE), global_batch=6, drop_last=True),
+        "stream workers": lambda: Batches(
+            job, Numbers(SIZE), global_batch=6, drop_last=True, workers=2
+        ),
+    }
+    for name, make in makes.items():
+        for kind, start in (("", Position(7)), (" resumed", Position(7, 1, 12))):
+            batches = make()
+            found[name + kind] = [
+                (
+                    (step.epoch, step.offset, step.num_samples, step.ends_epoch),
+                    step.next_position,
+                    [
+                        row
+                        for m in step
+                        for row in (m.batch[0] if type(m.batch) is list else m.batch)
+                    ],
+                )
+                for step in batches.iterate(start, epochs=3)
+            ]
+            batches.close()
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_smaller_last_step_is_dropped(nproc: int) -> None:
+    ranks = run_ranks(_dropped, nproc=nproc)
+    for name in ("argument", "workers", "loader", "sampler", "stream", "stream workers"):
+        size, steps = (7, 4) if name == "sampler" else (6, 3)
+        joined = list(zip(*(rank[name] for rank in ranks), strict=True))
+        assert [step[0][0] for step in joined] == [
+            (epoch, size * at, size, at == steps - 1) for epoch in range(3) for at in range(steps)
+        ]
+        assert joined[-1][0][1] == Position(7, 3, 0)
+        used = [[int(row) for _, _, rows in step for row in rows] for step in joined]
+        assert all(len(rows) == size for rows in used)
+        if name != "sampler":
+            epochs = [
+                list(itertools.chain(*used[at : at + steps])) for at in range(0, 3 * steps, steps)
+            ]
+            assert all(len(set(epoch)) == size * steps for epoch in epochs)
+        # The rest of a run that is resumed after two steps of the second epoch.
+        if name != "sampler":
+            for rank in ranks:
+                assert rank[f"{name} resumed"] == rank[name][steps + 2 :]
 
 
 class Opened(Dataset):  # type: ignore[type-arg]
@@ -532,9 +599,14 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
     ),
     ("batch_size=None", ConfigError, lambda job: Batches(job, DataLoader(DATA, batch_size=None))),
     (
-        "less than the DataLoader's batch size, 8",
+        "no step is left: the dataset has 23 samples, fewer than global_batch=24",
         ConfigError,
-        lambda job: Batches(job, DataLoader(DATA, batch_size=8), global_batch=4),
+        lambda job: Batches(job, DataLoader(DATA, 8, drop_last=True), global_batch=24),
+    ),
+    (
+        "drop_last was given together with a loader",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, 8), drop_last=True),
     ),
     (
         "global_batch must be an integer of at least 1, got 0",

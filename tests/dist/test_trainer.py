@@ -145,10 +145,7 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
     data = TensorDataset(x.double(), y)
     loader = DataLoader(data, batch_size=3, shuffle=True)
     ends = []
-    for loss, given, micro_batch in (
-        (F.cross_entropy, data, 3),
-        (nn.CrossEntropyLoss(), loader, None),
-    ):
+    for loss, given, scored in ((F.cross_entropy, data, 3), (nn.CrossEntropyLoss(), loader, None)):
         torch.manual_seed(11)
         trainer = paceline.Trainer(
             lambda: _net().double(),
@@ -156,15 +153,57 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
             _adam,
             given,
             global_batch=8,
-            validation=paceline.Validation(dataset=given, micro_batch=micro_batch),
+            validation=paceline.Validation(dataset=given, micro_batch=scored),
         )
-        result = trainer.fit(2, micro_batch=micro_batch)
+        result = trainer.fit(2)
         ends.append(
             ([*weights_of(result.model), result.evaluation.loss], result.evaluation.num_samples)
         )
     (by_sum, size), (by_mean, same_size) = ends
     assert size == same_size == 26
     assert by_mean == pytest.approx(by_sum, rel=1e-9)  # a mean is divided before it is multiplied
+
+
+def _with_batchnorm(job: Any, with_trainer: bool, batch_size: int) -> list[float]:
+    """A model with BatchNorm, trained on a loader as it is: its losses, and its state."""
+    x, y = make_data(
+        25
+    ).tensors  # the last batch has one sample, for which BatchNorm has no variance
+    loader = DataLoader(TensorDataset(x.double(), y), batch_size, shuffle=True, drop_last=True)
+    torch.manual_seed(11)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    losses: list[float] = []
+    if with_trainer:
+
+        class Losses(paceline.Callback):
+            def on_step_end(self, event: paceline.StepEnd) -> None:
+                losses.append(float(event.step.loss))
+
+        trainer = paceline.Trainer(
+            net, F.cross_entropy, _adam, loader, global_batch=12, callbacks=[Losses()]
+        )
+        trainer.fit(2)
+    else:
+        model = paceline.ddp(job, paceline.sync_batchnorm(job, net))
+        batches = paceline.Batches(job, loader, global_batch=12)
+        training = paceline.Training(job, model, _adam(model.parameters()), batches)
+        for step in training.steps(epochs=2):
+            backwards(training, step)
+            step.update()
+            losses.append(float(step.loss))
+    return [*losses, *(v.item() for t in net.state_dict().values() for v in t.double().flatten())]
+
+
+@pytest.mark.parametrize("with_trainer", [False, True])
+@pytest.mark.parametrize("batch_size", [4, 12, 24])
+def test_batchnorm_sees_the_whole_step_whatever_the_batch_of_the_loader(
+    batch_size: int, with_trainer: bool
+) -> None:
+    arguments = with_trainer, batch_size
+    (one,) = run_ranks(_with_batchnorm, *arguments, nproc=1)
+    for nproc in (2, 3):
+        for other in run_ranks(_with_batchnorm, *arguments, nproc=nproc):
+            assert other == pytest.approx(one, rel=1e-9)
 
 
 class _ForTokens(nn.Module):

@@ -90,6 +90,25 @@ def test_torchs_layer_is_refused_on_several_ranks_of_any_device(
                 refuse()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_warns_of_statistics_that_depend_on_the_number_of_ranks(
+    world_size: int,
+    micro_batch: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with paceline.join() as job, caplog.at_level(logging.WARNING, "paceline"):
+        monkeypatch.setattr(job, "world_size", world_size)
+        net = syncbn.sync_batchnorm(job, Net())
+        syncbn.warn_other_statistics(job, net, micro_batch=micro_batch, global_batch=8)
+        monkeypatch.setattr(job, "world_size", 1)
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == (micro_batch == 2)
+    assert all(f": {2 * world_size} on {world_size}" in text for text in texts)
+    assert all("leave micro_batch out" in text for text in texts)
+
+
 @pytest.mark.parametrize(("world_size", "times"), [(1, 0), (2, 1)])
 def test_warns_once_and_only_of_several_ranks(
     world_size: int, times: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +116,7 @@ def test_warns_once_and_only_of_several_ranks(
     with paceline.join() as job, caplog.at_level(logging.WARNING, "paceline"):
         monkeypatch.setattr(job, "world_size", world_size)
         for _ in range(2):
-            syncbn.warn_plain_batchnorm(job, Net())
+            syncbn.warn_other_statistics(job, Net(), micro_batch=4, global_batch=4)
             layer = nn.BatchNorm1d(2, track_running_stats=False)
             syncbn.sync_batchnorm(job, nn.Sequential(layer, nn.BatchNorm1d(2)))
         monkeypatch.setattr(job, "world_size", 1)

@@ -37,8 +37,9 @@ class Batches:
             [data](../howto/data.md).
         global_batch: Samples of one step over all ranks, at least 1. Only for a `DataLoader` it may be None:
             then it is the loader's batch size times the number of ranks.
-        micro_batch: The largest number of samples in one forward of one rank. None sets no limit; for a
-            `DataLoader` it means the loader's batch size.
+        micro_batch: The largest number of samples in one forward of one rank. None sets no limit: a rank
+            computes its share of a step in one forward. With `reproducible=True` ranks share whole
+            micro-batches, so None is then the batch size of a `DataLoader`.
         shuffle: Use a new permutation in each epoch. None means True for a map-style dataset and False
             for a stream; shuffle a stream inside the dataset. Not for a `DataLoader`.
         workers: Loader processes of each rank; 0 loads in this process. None means 0, or the loader's number.
@@ -47,6 +48,8 @@ class Batches:
             alone and uses the dataset's `__getitems__` if it has one.
         collate: Makes a batch of a list of samples; None is torch's `default_collate`. Not for a
             `DataLoader`.
+        drop_last: Leave out the last step of an epoch if it has fewer than `global_batch` samples. None
+            means False. Not for a `DataLoader`.
         shard: "by_rank_and_worker" for a `DataLoader` over an IterableDataset that divides itself by rank and
             loader worker; else None.
 
@@ -54,12 +57,12 @@ class Batches:
         num_samples: Samples of an epoch; None for a stream.
         steps_per_epoch: Steps of an epoch; None for a stream.
         global_batch: As given, or of the loader; never None.
-        micro_batch: As given, or of the loader; never None.
+        micro_batch: As given, or `global_batch`; never None.
         may_drop_samples: Whether a micro-batch may have fewer samples than were read for it.
 
     Raises:
         ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be
-            read.
+            read, or no step is left with `drop_last`.
         RankDisagreement: the ranks have different arguments, datasets of different size, or samplers that
             give different indices.
 
@@ -78,13 +81,19 @@ class Batches:
         workers: int | None = None,
         sample_randomness: bool = True,
         collate: Collate | None = None,
+        drop_last: bool | None = None,
         shard: str | None = None,
     ) -> None:
         job.refuse_if_left()
         if isinstance(dataset, DataLoader):
-            refuse_with_loader(shuffle=shuffle, workers=workers, collate=collate)
+            refuse_with_loader(
+                shuffle=shuffle, workers=workers, collate=collate, drop_last=drop_last
+            )
             source = adopt(job, dataset, shard)
-            global_batch, micro_batch = _loader_sizes(job, source, global_batch, micro_batch)
+            if micro_batch is None and source.sampled is not None:
+                source.sampled.warn_of_sizes()
+            if global_batch is None:
+                global_batch = _global_batch(job, source)
         else:
             if shard is not None:
                 raise ConfigError("`shard` is only for a DataLoader.", fix="leave it out.")
@@ -100,8 +109,11 @@ class Batches:
                 collate=collate,
                 workers=0 if workers is None else workers,
                 shuffle=shuffle is not False and not stream,
+                drop_last=bool(drop_last),
             )
-            micro_batch = global_batch if micro_batch is None else micro_batch
+        # In reproducible mode; see `align`.
+        aligned_micro_batch = micro_batch or source.batch_size
+        micro_batch = global_batch if micro_batch is None else micro_batch
         require_integers(1, global_batch=global_batch, micro_batch=micro_batch)
         require_integers(0, workers=source.workers)
         assert global_batch is not None
@@ -121,11 +133,21 @@ class Batches:
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.num_samples = source.num_samples
+        if source.drop_last and self.num_samples is not None and self.num_samples < global_batch:
+            raise ConfigError(
+                f"no step is left: the dataset has {self.num_samples} samples, fewer than global_batch="
+                f"{global_batch}, and drop_last is True.",
+                fix="use a smaller global_batch, or drop_last=False.",
+                option="drop_last",
+            )
+        self._aligned_micro_batch = min(aligned_micro_batch or global_batch, global_batch)
         agreed = {
             "samples": self.num_samples,
             "global_batch": global_batch,
             "micro_batch": micro_batch,
+            "batch_size": source.batch_size,
             "shuffle": source.shuffle,
+            "drop_last": source.drop_last,
             "sample_randomness": sample_randomness,
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")
@@ -138,7 +160,7 @@ class Batches:
             self._loader = StreamLoader(
                 job,
                 source.dataset,
-                StreamPlan(global_batch, micro_batch, axis.rank, axis.size),
+                StreamPlan(global_batch, micro_batch, axis.rank, axis.size, source.drop_last),
                 errors,
                 workers=source.workers,
                 sample_randomness=sample_randomness,
@@ -153,6 +175,7 @@ class Batches:
                 axis.rank,
                 axis.size,
                 sampled=self._sampled,
+                drop_last=source.drop_last,
             )
             samples = Samples(
                 source.dataset,
@@ -181,7 +204,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch, including a smaller last one; None for a stream."""
+        """Steps of an epoch, including a smaller last one that is not dropped; None for a stream."""
         return None if self._plan is None else self._plan.steps_per_epoch
 
     def facts(self) -> dict[str, Any]:
@@ -208,7 +231,9 @@ class Batches:
                 why="the micro-batches of a stream depend on the number of ranks.",
                 fix="use a map-style dataset.",
             )
-        self._plan = self._loader.plan = replace(self._plan, aligned=True)
+        self.micro_batch = self._aligned_micro_batch
+        self._plan = replace(self._plan, aligned=True, micro_batch=self.micro_batch)
+        self._loader.plan = self._plan
 
     def iterate(
         self, position: Position, *, epochs: int, equal: bool = False
@@ -238,15 +263,16 @@ class Batches:
         """
         self._job.refuse_if_left()
         require_integers(0, epochs=epochs)
-        if self.num_samples is not None and position.offset >= self.num_samples:
-            if position.offset > self.num_samples:
+        if self._plan is not None:
+            if position.offset > self._plan.num_samples:
                 raise ConfigError(
                     f"position {position.offset} is beyond the {self.num_samples} samples of an epoch.",
                     why="the position was saved with another dataset.",
                     fix="use the dataset that the checkpoint was saved with, or start from offset 0.",
                     position=position,
                 )
-            position = Position(position.seed, position.epoch + 1, 0)
+            if position.offset == self._plan.end(position.offset):
+                position = Position(position.seed, position.epoch + 1, 0)
         if self._sampled is not None:
             self._sampled.log_replay(position.epoch, epochs)
         if self._num_workers and position.epoch < epochs:
@@ -283,26 +309,13 @@ class Batches:
             self._unregister = None
 
 
-def _loader_sizes(
-    job: Job, source: Source, global_batch: int | None, micro_batch: int | None
-) -> tuple[int, int]:
-    """The global batch and the micro-batch for a `DataLoader`."""
-    size = source.batch_size
-    assert size is not None
-    if micro_batch is None and source.sampled is not None:
-        source.sampled.warn_of_sizes()
-    if global_batch is None:
-        global_batch = size * job.data.size
-        ranks = "1 rank" if job.data.size == 1 else f"{job.data.size} ranks"
-        log.logger.info(
-            "global_batch=%d: batches of %d on %s. Pass global_batch=%d to keep it on any number of ranks.",
-            *(global_batch, size, ranks, global_batch),
-        )
-    elif micro_batch is None and type(global_batch) is int and 0 < global_batch < size:
-        raise ConfigError(
-            f"global_batch={global_batch} is less than the DataLoader's batch size, {size}.",
-            why="global_batch counts a step's samples over all ranks; a loader's batch is one forward.",
-            fix=f"use global_batch={size * job.data.size}, or pass micro_batch.",
-            option="global_batch",
-        )
-    return global_batch, size if micro_batch is None else micro_batch
+def _global_batch(job: Job, source: Source) -> int:
+    """The batches of a `DataLoader` on all ranks, if none is given."""
+    assert source.batch_size is not None
+    size = source.batch_size * job.data.size
+    ranks = "1 rank" if job.data.size == 1 else f"{job.data.size} ranks"
+    log.logger.info(
+        "global_batch=%d: batches of %d on %s. Pass global_batch=%d to keep it on any number of ranks.",
+        *(size, source.batch_size, ranks, size),
+    )
+    return size

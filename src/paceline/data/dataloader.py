@@ -60,6 +60,7 @@ class Source:
         shuffle: whether to use a new permutation in each epoch.
         sampled: the order of the epochs from a sampler; else None.
         batch_size: the loader's batch size, or the size of its largest batch; None without a loader.
+        drop_last: whether to leave a smaller last step of an epoch out.
         worker_init: the loader's `worker_init_fn`.
     """
 
@@ -70,6 +71,7 @@ class Source:
     sampled: SampledOrder | None = None
     batch_size: int | None = None
     worker_init: Callable[[int], Any] | None = None
+    drop_last: bool = False
 
     @property
     def num_samples(self) -> int | None:
@@ -125,7 +127,13 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     if is_iterable:
         stream = DividedStream(job, loader)
-        return Source(stream, collate, loader.num_workers, batch_size=loader.batch_size)
+        return Source(
+            stream,
+            collate,
+            loader.num_workers,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+        )
     size = checked_size(dataset)
     shuffle, sampled, batch_size = False, None, loader.batch_size
     if type(loader.batch_sampler) is BatchSampler and batch_size is not None:
@@ -140,10 +148,6 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
     else:
         sampled = SampledOrder(loader.batch_sampler, job.seed, size, gives_batches=True)
         batch_size = sampled.largest_batch
-    if loader.drop_last:
-        log.once(
-            "drop_last=True of the DataLoader has no effect: the last step of an epoch is smaller."
-        )
     return Source(
         dataset,
         collate,
@@ -152,6 +156,7 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
         sampled,
         batch_size,
         loader.worker_init_fn,
+        loader.drop_last,
     )
 
 
@@ -294,12 +299,12 @@ class SampledOrder:
         return self._order.take
 
     def warn_of_sizes(self) -> None:
-        """Warn that a micro-batch of `largest_batch` samples joins smaller batches, if there are any."""
+        """Warn that batches of different sizes are joined, if there are any."""
         if self.smallest_batch < self.largest_batch:
             log.once(
                 f"{self.name} gives batches of {self.smallest_batch} to {self.largest_batch} samples. "
-                f"They are joined, and cut into micro-batches of {self.largest_batch}: a limit on the tokens "
-                f"of a batch is not kept. Pass micro_batch={self.smallest_batch} to keep it."
+                "They are joined, and cut into steps of equal size: a limit on the tokens of a batch is not "
+                f"kept. Pass micro_batch={self.smallest_batch} to keep it."
             )
 
     def log_replay(self, epoch: int, epochs: int) -> None:

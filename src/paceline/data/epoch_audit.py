@@ -74,7 +74,7 @@ class EpochAudit:
             self._num_pending = 0
 
     def check(self, epoch: int, num_samples: int, num_own: int | None = None) -> None:
-        """Check that all ranks together got each id below `num_samples` once, except those before `start`.
+        """Check that all ranks together got `num_samples` ids once, except those before `start`.
 
         All ranks must call it, once, after the last step of the epoch.
 
@@ -93,7 +93,8 @@ class EpochAudit:
         excess, expected = self._sum_over_ranks(self._seen.minus(own), own.size)
         if excess == _EMPTY:
             return
-        lost, doubled = _find_one(excess, num_samples)
+        size = num_samples if self._plan is None else self._plan.num_samples
+        lost, doubled = _find_one(excess, size)
         seen = expected + excess.size
         used = f"{seen} samples instead of {expected}"
         if seen == expected:
@@ -119,11 +120,11 @@ class EpochAudit:
         """
         axis, start, plan = self._job.data, self._start, self._plan
         order = None if plan is None else plan.order(start.seed, start.epoch)
-        # A permutation has each id once, so that it need not be computed here.
-        sampled = plan is not None and plan.sampled is not None
-        ids = _tally_of_places(
-            order if sampled else None, *share(num_samples, axis.rank, axis.size)
-        )
+        if plan is not None and plan.sampled is None and num_samples == plan.num_samples:
+            whole = None  # a permutation has each id once, so that it need not be computed here
+        else:
+            whole = order
+        ids = _tally_of_places(whole, *share(num_samples, axis.rank, axis.size))
         return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
     def _sum_over_ranks(self, excess: Tally, size: int) -> tuple[Tally, int]:

@@ -102,14 +102,14 @@ class LocalLoader(Loader):
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`."""
-        plan, num_samples, seed = self.plan, self.plan.num_samples, position.seed
+        plan, seed = self.plan, position.seed
         run = self._start_run()
         for block in plan.blocks(position, epochs):
             ids = torch.from_numpy(block.ids).to(self._ids_device)
-            offset, begin = block.offset, 0
+            offset, begin, epoch_end = block.offset, 0, plan.end(block.offset)
             for count, first in zip(block.counts, block.firsts, strict=True):
                 self._refuse_unless_current(run)
-                n = min(plan.global_batch, num_samples - offset)
+                n = min(plan.global_batch, epoch_end - offset)
                 if equal:
                     number = max_micro_batches(n, plan.micro_batch, plan.size)
                 else:
@@ -120,7 +120,7 @@ class LocalLoader(Loader):
                 )
                 stop = offset + n
                 yield PlannedStep(
-                    seed, block.epoch, offset, stop, n, stop == num_samples, number, micro_batches
+                    seed, block.epoch, offset, stop, n, stop == epoch_end, number, micro_batches
                 )
                 offset = stop
                 begin = end
@@ -207,7 +207,7 @@ class WorkerLoader(Loader):
             pieces = list(plan.micro_batch_ranges(offset, n, equal))
             micro_batches = self._micro_batches(run, task, pieces)
             stop = offset + n
-            ends = stop == plan.num_samples
+            ends = stop == plan.end(offset)
             yield PlannedStep(seed, epoch, offset, stop, n, ends, len(pieces), micro_batches)
             task += len(pieces)
 

@@ -234,6 +234,7 @@ class Plan:
             number of ranks.
         sampled: gives the order of `(seed, epoch)` from a sampler, instead of `shuffle`. A sample may occur
             several times in such an order, or not at all.
+        drop_last: leave a smaller last step of an epoch out.
     """
 
     num_samples: int
@@ -244,6 +245,12 @@ class Plan:
     size: int
     aligned: bool = False
     sampled: Callable[[int, int], Order] | None = None
+    drop_last: bool = False
+
+    def end(self, offset: int) -> int:
+        """The place where an epoch ends whose steps begin at `offset`. Samples from there on are not used."""
+        smaller = (self.num_samples - offset) % self.global_batch
+        return self.num_samples - smaller * self.drop_last
 
     def share(self, num_samples: Any) -> tuple[Any, Any]:
         """The places `[begin, end)` of a step of `num_samples` that this rank gets."""
@@ -257,8 +264,8 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch, including a smaller last one."""
-        return -(-self.num_samples // self.global_batch)
+        """Steps of a whole epoch, including a smaller last one if it is not dropped."""
+        return -(-self.end(0) // self.global_batch)
 
     def order(self, seed: int, epoch: int) -> Order | None:
         """The order of an epoch; None is the order of the dataset."""
@@ -272,8 +279,9 @@ class Plan:
         """`(epoch, offset, num_samples)` of each step from `position` to the end of epoch `epochs - 1`."""
         offset = position.offset
         for epoch in range(position.epoch, epochs):
-            while offset < self.num_samples:
-                num_samples = min(self.global_batch, self.num_samples - offset)
+            end = self.end(offset)
+            while offset < end:
+                num_samples = min(self.global_batch, end - offset)
                 yield epoch, offset, num_samples
                 offset += num_samples
             offset = 0
@@ -298,12 +306,12 @@ class Plan:
         """This rank's sample ids from `position` to the end of epoch `epochs - 1`, several steps a block."""
         offset = position.offset
         for epoch in range(position.epoch, epochs):
-            order = self.order(position.seed, epoch)
-            while offset < self.num_samples:
+            order, end = self.order(position.seed, epoch), self.end(offset)
+            while offset < end:
                 own = max(1, self.global_batch // self.size)
                 stop = offset + max(1, _IDS_PER_BLOCK // own) * self.global_batch
-                starts = np.arange(offset, min(stop, self.num_samples), self.global_batch)
-                begins, ends = self.share(np.minimum(self.global_batch, self.num_samples - starts))
+                starts = np.arange(offset, min(stop, end), self.global_batch)
+                begins, ends = self.share(np.minimum(self.global_batch, end - starts))
                 counts = ends - begins
                 firsts = starts + begins
                 # The places of all steps, concatenated. Those of one step are contiguous.

@@ -55,6 +55,7 @@ class StreamPlan:
     micro_batch: int
     rank: int
     size: int
+    drop_last: bool = False
 
 
 @dataclass
@@ -373,16 +374,17 @@ class StreamLoader(Loader):
         read_ahead()
         read_ahead()
         n = self._finish_reduction(ahead[0], epoch, offset)
-        if n == 0:
+        least = global_batch if self._plan.drop_last else 1  # samples of a step
+        if n < least:
             raise self._too_short_error(epoch, offset)
-        while n:
+        while n >= least:
             if self._control is not None:
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
             following = self._finish_reduction(ahead[0], epoch, offset + global_batch)
             if following and n < global_batch and self._divided is None:
                 raise self._uneven_shards_error(epoch, offset + global_batch)
-            yield step.part, n, following == 0
+            yield step.part, n, following < least
             offset, n = offset + global_batch, following
             if self._control is None:
                 read_ahead()
@@ -390,7 +392,7 @@ class StreamLoader(Loader):
             # A rank without a sample in the last step has not read to the end of its shard yet.
             part = next(parts)
             ended = isinstance(part, End)
-            if isinstance(part, Part) and part.num_read:
+            if isinstance(part, Part) and part.num_read and not self._plan.drop_last:
                 raise self._uneven_shards_error(epoch, offset)
 
     def _start_reduction(self, part: Part) -> _PendingStep:
@@ -443,6 +445,12 @@ class StreamLoader(Loader):
                 where=self._errors.where(),
                 why="it is shorter than when this position was saved.",
                 fix="use the stream that the checkpoint was saved with, or start a new training.",
+            )
+        if self._plan.drop_last:
+            return DataError(
+                f"the stream gave fewer samples than a step has in epoch {epoch}, and drop_last is True.",
+                where=self._errors.where(),
+                fix=f"use a smaller global_batch than {self._plan.global_batch}, or drop_last=False.",
             )
         return DataError(
             f"the stream gave no sample in epoch {epoch}.",

@@ -375,11 +375,22 @@ def plain_batchnorms(model: nn.Module) -> list[str]:
     ]
 
 
-def warn_plain_batchnorm(job: Job, model: nn.Module) -> None:
-    """Warn once that plain BatchNorm makes training on several ranks differ from training on one."""
-    if job.data.size == 1 or job.data.rank != 0:
+def warn_other_statistics(
+    job: Job, model: nn.Module, *, micro_batch: int, global_batch: int
+) -> None:
+    """Warn once if BatchNorm makes training differ between numbers of ranks."""
+    if job.data.rank != 0:
         return
-    if names := plain_batchnorms(model):
+    layers = unwrap(model).named_modules()
+    synchronised = [name for name, layer in layers if isinstance(layer, SyncBatchNorm)]
+    if synchronised and micro_batch < global_batch:
+        log.once(
+            f"BatchNorm in {listed(synchronised)} normalises by the samples of one forward on all ranks: "
+            f"{min(micro_batch * job.data.size, global_batch)} on {job.data.size}, because of micro_batch="
+            f"{micro_batch}. On another number of ranks it is another number, so training differs; leave "
+            f"micro_batch out to normalise by the {global_batch} samples of the step."
+        )
+    if job.data.size > 1 and (names := plain_batchnorms(model)):
         log.once(
             f"BatchNorm in {listed(names)} normalises by the samples of one rank, so training on "
             f"{job.data.size} ranks differs from training on one; "

@@ -221,8 +221,7 @@ class Trainer:
 
         Args:
             seed: Seed of all generators; not used if a job is joined already.
-            micro_batch: Largest forward of one rank, in samples. None is a rank's whole share, or the batch
-                size of a `DataLoader`.
+            micro_batch: Largest forward of one rank, in samples. None is a rank's whole share.
             workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.

@@ -563,7 +563,12 @@ class Training:
             # Chosen again, because a communication hook may have been registered in the meantime.
             context.strategy = self._choose_strategy()
             for model in self.models:
-                syncbn.warn_plain_batchnorm(self.job, model)
+                syncbn.warn_other_statistics(
+                    self.job,
+                    model,
+                    micro_batch=self.batches.micro_batch,
+                    global_batch=self.batches.global_batch,
+                )
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
         self._control.begin_loop(self.number)
