@@ -42,7 +42,7 @@ from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
-Resume = Literal["auto", "never", "must"]
+Resume = Literal["auto", "epoch", "must", "never"]
 _AUTO_SHARE = 0.035  # largest share of the time that `every_s="auto"` spends on saving
 _GUESSED_BYTES_PER_S = 300e6  # until the first save is timed
 _RNG = "$rng."
@@ -62,12 +62,14 @@ class Checkpoints:
             the time.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
             As many of the newest folders `before-N` are kept.
-        resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
+        resume: "auto" resumes from the newest checkpoint if there is one; "epoch" does so too, and starts its
+            epoch anew if the data have changed since it was saved; "must" raises if there is none;
             "never" starts from step 0 and moves existing checkpoints into `before-N`, also when the
             launcher restarts the job.
 
     Attributes:
         folder: As given.
+        may_restart_epoch: Whether `resume` is "epoch".
         last_saved: The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
 
     Raises:
@@ -100,6 +102,7 @@ class Checkpoints:
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
+        self.may_restart_epoch = resume == "epoch"
         self.last_saved = 0
         self._store = open_store(folder)
         self._every_steps = every_steps

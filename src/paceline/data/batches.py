@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from paceline import log
 from paceline.clock.step_clock import DATA, clock
+from paceline.data.content import read_content
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
@@ -21,7 +22,7 @@ from paceline.data.plan import Plan, PlannedStep, Position
 from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
 from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
-from paceline.errors import ConfigError, StepError
+from paceline.errors import ConfigError, RankDisagreement, StepError
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
@@ -154,6 +155,7 @@ class Batches:
         agree_on_order(job, source.sampled)
         self._sampled = source.sampled
         self._plan: Plan | None = None
+        self._samples: Samples | None = None  # of a map-style dataset
         self._loader: Loader
         axis, errors = job.data, ReadErrors(job.rank, job.world_size)
         if self.num_samples is None:
@@ -177,7 +179,7 @@ class Batches:
                 sampled=self._sampled,
                 drop_last=source.drop_last,
             )
-            samples = Samples(
+            self._samples = samples = Samples(
                 source.dataset,
                 errors,
                 collate=source.collate,
@@ -216,6 +218,45 @@ class Batches:
             "workers": self._num_workers,
             "dataloader": self._is_adopted,
         }
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which samples a position means, for checkpoints. Collective: none."""
+        sampled = self._sampled
+        return {
+            "samples": self.num_samples,
+            "shuffle": self._plan is not None and self._plan.shuffle,
+            "sampler": None if sampled is None else f"{sampled.name} {sampled.digest:08x}",
+            "global_batch": self.global_batch,
+        }
+
+    def content(self) -> list[int] | None:
+        """Digests of the first, the middle and the last sample; None if they cannot be compared.
+
+        That is so for a stream, for a dataset that gives other values each time that it is read, and where
+        loader workers are not forked. A dataset that is not a `TensorDataset` is read in a forked process,
+        which takes about 0.1 s: it may open files at its first sample.
+
+        Raises:
+            RankDisagreement: the ranks have other samples.
+
+        Collective: all ranks.
+        """
+        if self._samples is None:
+            return None
+        found: list[list[int] | None]
+        found = collectives.gather(self._job, read_content(self._job, self._samples))
+        if all(digests == found[0] for digests in found):
+            return found[0]
+        again = collectives.gather(self._job, read_content(self._job, self._samples))
+        if None in found or again != found:
+            return None
+        rank = next(rank for rank, digests in enumerate(found) if digests != found[0])
+        raise RankDisagreement(
+            f"rank {rank} has other samples than rank 0 in a dataset of the same size.",
+            why="the ranks share one order of the samples, so some would be used twice and others never.",
+            fix="build the same dataset on all ranks: sort the names of files, and seed what is random.",
+            values=found,
+        )
 
     def align(self) -> None:
         """Cut each step into micro-batches that are the same on any number of ranks.

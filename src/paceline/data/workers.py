@@ -145,7 +145,7 @@ class Workers:
                 worker_init_fn=partial(
                     _init_worker, self._init, gc.isenabled(), self._tasks is not None
                 ),
-                multiprocessing_context=_start_method(),
+                multiprocessing_context=start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
                 # The default draws a seed from torch's global generator, which belongs to the training.
@@ -321,7 +321,7 @@ class _Tasks:
         return {"pending": iter(())}
 
 
-def _start_method() -> str | None:
+def start_method() -> str | None:
     """The method that starts workers; None is the default of the platform or of `set_start_method`.
 
     The default of a rank of `paceline.spawn` is the fork server, which pickles the dataset. A dataset that is

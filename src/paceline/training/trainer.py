@@ -225,7 +225,7 @@ class Trainer:
             workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
-            resume: "auto", "never" or "must"; see `Checkpoints`.
+            resume: "auto", "epoch", "must" or "never"; see `Checkpoints`.
 
         Raises:
             CallbackError: a callback raised.

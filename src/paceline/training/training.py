@@ -161,7 +161,7 @@ class Training:
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         self._loop_state = LoopState(job)
-        self._state = TrainingState(self._context, self.models, reproducible=reproducible)
+        self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._report = Report(job)
         self._link: dict[str, float] | None = None
         self._replica_check = ReplicaCheck(job, self.models, trained, desync_every, desync_also)
@@ -394,7 +394,8 @@ class Training:
             self.checkpoints.last_saved = 0
 
     def _load(self, saved: dict[str, Any]) -> None:
-        self.number, self._start = self._state.load(saved)
+        restarts = self.checkpoints is not None and self.checkpoints.may_restart_epoch
+        self.number, self._start = self._state.load(saved, may_restart_epoch=restarts)
         self._last = None
         self._is_resumed = True
         self._replica_check.reset()
@@ -726,24 +727,35 @@ class Training:
 
         Raises:
             CheckpointError: the checkpoint does not fit this training, or `resume="must"` found none.
+            RankDisagreement: the ranks have different datasets.
 
         Collective: all ranks, after `keep`.
         """
-        if self.checkpoints is None or self._is_resumed:
+        if self._is_resumed:
             return
         self.job.settle()
+        if self.checkpoints is not None or self.job.world_size > 1:
+            self._state.read_content()
+        if self.checkpoints is None:
+            self._is_resumed = True
+            return
         saved: dict[str, Any] | None = self.checkpoints.resume(
             self.job,
             like=self._state.templates(),
             wants=self._context.strategy.wants,
             size_bytes=self._state.size_bytes(),
         )
-        before = self._state.settings()
         if saved is None:
             self._is_resumed = True
             return
+        before, unknown = self._state.settings(), self._state.unknown_schedules()
         self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+        if unknown:
+            log.logger.warning(
+                "a scheduler was not restored and starts from its beginning, because the training does not "
+                "know it. Use Training(..., schedule=scheduler), or training.keep(scheduler=scheduler)."
+            )
         for changes in self._state.changes_of_settings(before):
             log.logger.info(
                 "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "

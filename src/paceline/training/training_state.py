@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import log
 from paceline.checkpoint import codec
+from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.errors import CheckpointError, ConfigError
 from paceline.training import state
+from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.step import StepContext
+
+_ORDER = ("samples", "shuffle", "sampler")  # settings that decide which samples a position means
 
 
 class TrainingState:
@@ -24,17 +29,32 @@ class TrainingState:
 
     Args:
         context: Has the optimizers, schedules, precision and strategy.
+        batches: The data of the training.
         reproducible: Whether the training is reproducible; a checkpoint must agree.
     """
 
     def __init__(
-        self, context: StepContext, models: Sequence[nn.Module], *, reproducible: bool
+        self,
+        context: StepContext,
+        models: Sequence[nn.Module],
+        batches: Batches,
+        *,
+        reproducible: bool,
     ) -> None:
         self._context = context
         self._models = models
+        self._batches = batches
         self._optimizers = [trained.optimizer for trained in context.optimizers]
         self._reproducible = reproducible
         self._kept: dict[str, Any] = {}
+        self._content: list[int] | None = None
+
+    def read_content(self) -> None:
+        """Read the digests of a few samples, and compare them over the ranks; see `Batches.content`.
+
+        Collective: all ranks.
+        """
+        self._content = self._batches.content()
 
     def keep(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the state; see `Training.keep`."""
@@ -59,6 +79,8 @@ class TrainingState:
         return state.save(self._models, self._optimizers) | {
             "step": number,
             "position": [position.seed, position.epoch, position.offset],
+            "data": self._batches.identity() | {"precision": context.precision.name},
+            "content": self._content,
             "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
             "schedule_types": [trained.schedule.type for trained in context.optimizers],
             "divisors": [context.token_divisor] * len(context.optimizers),
@@ -75,8 +97,13 @@ class TrainingState:
             if _is_optional(thing) == is_optional
         }
 
-    def load(self, saved: dict[str, Any]) -> tuple[int, Position]:
+    def load(
+        self, saved: dict[str, Any], *, may_restart_epoch: bool = False
+    ) -> tuple[int, Position]:
         """Load what `save` returned, in this or an earlier release. Returns its step and position.
+
+        Args:
+            may_restart_epoch: Whether to start the epoch of the state anew if it was saved with other data.
 
         Raises:
             CheckpointError: the state does not fit this training; nothing was changed.
@@ -85,6 +112,7 @@ class TrainingState:
         saved = context.strategy.own_part(saved)
         state.check(self._models, self._optimizers, saved)
         self._refuse_other(saved)
+        position = self._position(saved, may_restart_epoch)
         context.before_update()
         context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
@@ -96,7 +124,49 @@ class TrainingState:
         for name, thing in self._kept.items():
             if name in states:
                 thing.load_state_dict(states[name])
-        return saved["step"], Position(*saved["position"])
+        return saved["step"], position
+
+    def _position(self, saved: dict[str, Any], may_restart_epoch: bool) -> Position:
+        """The position of a state in the data of this training.
+
+        Raises:
+            CheckpointError: the state was saved inside an epoch of other data.
+        """
+        position = Position(*saved["position"])
+        before = saved.get("data")
+        if before is None:  # of an earlier release
+            return position
+        own = self._batches.identity() | {"precision": self._context.precision.name}
+        changes = [
+            f"{name} is {own[name]}, in the checkpoint {before[name]}"
+            for name in own
+            if own[name] != before[name]
+        ]
+        is_other_order = any(own[name] != before[name] for name in _ORDER)
+        is_between_epochs = position.offset in (0, before["samples"])
+        if is_other_order and not (is_between_epochs or may_restart_epoch):
+            raise CheckpointError(
+                f"the checkpoint was saved inside epoch {position.epoch}, with other data: "
+                f"{'; '.join(changes)}.",
+                why="its position is a number of samples in another order, so that some samples would be "
+                "used twice in this epoch and others never.",
+                fix="give the training the data of the checkpoint. Or start the epoch anew with "
+                "Checkpoints(..., resume='epoch'), or the training with resume='never'.",
+            )
+        if None not in (self._content, saved.get("content")) and self._content != saved.get(
+            "content"
+        ):
+            log.logger.warning(
+                "resumes with other samples: the first, middle and last sample are not all those of the "
+                "checkpoint. If the order of the dataset has changed, this epoch uses some samples twice."
+            )
+        if is_other_order:
+            is_over = position.offset == before["samples"]
+            position = Position(position.seed, position.epoch + is_over, 0)
+            changes.append(f"epoch {position.epoch} starts anew")
+        if changes:
+            log.logger.info("resumes with other settings: %s.", "; ".join(changes))
+        return position
 
     def _refuse_other(self, saved: dict[str, Any]) -> None:
         """Raise CheckpointError if a state is that of a training with other settings."""
@@ -139,8 +209,23 @@ class TrainingState:
     def settings(self) -> list[list[dict[str, Any]]]:
         """For each optimizer and parameter group, the options that only the program sets."""
         return [
-            state.settings(trained.optimizer, has_schedule=bool(trained.schedule.type))
+            state.settings(
+                trained.optimizer,
+                has_schedule=bool(trained.schedule.type) or trained in self.unknown_schedules(),
+            )
             for trained in self._context.optimizers
+        ]
+
+    def unknown_schedules(self) -> list[TrainedOptimizer]:
+        """The optimizers with a scheduler that is neither the schedule of the training nor kept."""
+        kept = [getattr(thing, "optimizer", None) for thing in self._kept.values()]
+        return [
+            trained
+            for trained in self._context.optimizers
+            if not trained.schedule.type
+            # Every scheduler of torch writes this when it is created.
+            and any("initial_lr" in group for group in trained.optimizer.param_groups)
+            and not any(optimizer is trained.optimizer for optimizer in kept)
         ]
 
     def changes_of_settings(self, before: list[list[dict[str, Any]]]) -> list[str]:

@@ -1,0 +1,179 @@
+"""A training that is resumed with other data or settings, and ranks whose datasets differ."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+import paceline
+from paceline.errors import CheckpointError, RankDisagreement
+from paceline.testing import run_failing_ranks, run_ranks
+
+
+class _Items(Dataset[torch.Tensor]):
+    """Item n is n * scale, or random."""
+
+    def __init__(self, size: int, scale: float = 1.0, *, is_random: bool = False) -> None:
+        self.size, self.scale, self.is_random = size, scale, is_random
+        self.read: list[int] = []  # in this process
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        self.read.append(n)
+        value = torch.rand((), generator=torch.Generator().manual_seed(torch.seed())).item()
+        return torch.tensor([value if self.is_random else n * self.scale])
+
+
+def _train(job: Any, folder: str, items: Any, until: int | None, **options: Any) -> list[int]:
+    """Train epoch 0 to `until`; returns the samples that this rank has used."""
+    resume = options.pop("resume", "auto")
+    training_options = {name: options.pop(name) for name in ("precision",) if name in options}
+    model = paceline.ddp(job, nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = paceline.Batches(job, items, **{"global_batch": 10, **options})
+    saves = paceline.Checkpoints(folder, every_steps=5, resume=resume)
+    training = paceline.Training(
+        job, model, optimizer, batches, checkpoints=saves, **training_options
+    )
+    used: list[int] = []
+    for step in training.steps(epochs=1, until=until):
+        for x in step:
+            values = x[0] if isinstance(x, list) else x
+            used += values[:, 0].round().int().tolist()
+            step.backward(model(values).sum(), count=len(values), reduction="sum")
+        step.update()
+    return used
+
+
+CHANGED: dict[str, Any] = {
+    "grew": lambda: {"items": _Items(110)},
+    "shrank": lambda: {"items": _Items(90)},
+    "not shuffled": lambda: {"items": _Items(100), "shuffle": False},
+    "other sampler": lambda: {
+        "items": DataLoader(
+            _Items(100), batch_size=10, sampler=WeightedRandomSampler([1.0] * 100, 100)
+        )
+    },
+}
+
+
+def _changed(job: Any, folder: str, name: str, resume: str) -> list[int]:
+    options = CHANGED[name]()
+    return _train(job, folder, options.pop("items"), None, resume=resume, **options)
+
+
+def _first(job: Any, folder: str, until: int | None) -> list[int]:
+    return _train(job, folder, _Items(100), until)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_position_in_other_data_is_refused(tmp_path: Path, nproc: int) -> None:
+    folder = str(tmp_path)
+    run_ranks(_first, folder, 5, nproc=nproc)
+    for name in CHANGED:
+        for outcome in run_failing_ranks(_changed, folder, name, "auto", nproc=nproc):
+            assert isinstance(outcome.error, CheckpointError), (name, outcome.text)
+            assert "inside epoch 0" in outcome.error.what
+    # The way out that the error names: each sample once, also after a further resume.
+    used = run_ranks(_changed, folder, "grew", "epoch", nproc=nproc)
+    assert sorted(n for rank in used for n in rank) == list(range(110))
+
+
+def test_an_epoch_that_is_started_anew_is_resumed_as_usual(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(_first, folder, 5, nproc=2)
+    used = run_ranks(_until, folder, 110, 10, nproc=2) + run_ranks(_until, folder, 110, 16, nproc=1)
+    assert sorted(n for rank in used for n in rank) == list(range(110))
+
+
+def _until(job: Any, folder: str, size: int, until: int) -> list[int]:
+    return _train(job, folder, _Items(size), until, resume="epoch")
+
+
+def _messages() -> list[str]:
+    """What Paceline logs from now on."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    return texts
+
+
+def _settings(job: Any, folder: str) -> str:
+    texts = _messages()
+    _train(job, folder, _Items(100, 2.0), 6, global_batch=20, precision="bf16")
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_other_settings_and_other_samples_are_reported(tmp_path: Path, nproc: int) -> None:
+    run_ranks(_first, str(tmp_path), 5, nproc=nproc)
+    text = run_ranks(_settings, str(tmp_path), nproc=nproc)[0]
+    assert "global_batch is 20, in the checkpoint 10; precision is bf16" in text
+    assert "resumes with other samples" in text
+
+
+def _scheduled(job: Any, folder: str, how: str) -> str:
+    model = paceline.ddp(job, nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    batches = paceline.Batches(job, TensorDataset(torch.zeros(40, 1)), global_batch=4)
+    saves = paceline.Checkpoints(folder, every_steps=1)
+    training = paceline.Training(
+        job,
+        model,
+        optimizer,
+        batches,
+        checkpoints=saves,
+        schedule=scheduler if how == "given" else None,
+    )
+    if how == "kept":
+        training.keep(scheduler=scheduler)
+    texts = _messages()
+    training.resume()
+    for step in training.steps(until=training.number + 3):
+        for (x,) in step:
+            step.backward(model(x).sum(), count=len(x), reduction="sum")
+        step.update()
+        if how != "given":
+            scheduler.step()
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("how", ["given", "kept", "forgotten"])
+def test_a_scheduler_that_is_not_restored_is_reported(tmp_path: Path, how: str) -> None:
+    for is_resumed in (False, True):
+        text = run_ranks(_scheduled, str(tmp_path), how, nproc=1)[0]
+        assert ("scheduler was not restored" in text) is (is_resumed and how == "forgotten")
+        assert how != "forgotten" or "goes on with the settings" not in text
+
+
+def _own(job: Any, folder: str, kind: str, workers: int) -> list[int]:
+    items = {
+        "same": _Items(100),
+        "other on the last rank": _Items(100, 1.0 + (job.rank == job.world_size - 1)),
+        "random": _Items(100, is_random=True),
+        "tensors": TensorDataset(torch.arange(100.0)[:, None] + (job.rank > 0)),
+    }[kind]
+    _train(job, folder, items, 2, workers=workers, sample_randomness=kind != "random")
+    return getattr(items, "read", [])
+
+
+@pytest.mark.parametrize(("nproc", "workers"), [(2, 0), (2, 2), (3, 0), (4, 0)])
+def test_ranks_with_other_samples_are_refused(tmp_path: Path, nproc: int, workers: int) -> None:
+    for kind in ("other on the last rank", "tensors"):
+        for outcome in run_failing_ranks(_own, str(tmp_path / kind), kind, workers, nproc=nproc):
+            assert isinstance(outcome.error, RankDisagreement), (kind, outcome.text)
+            assert "other samples than rank 0" in outcome.error.what
+    run_ranks(_own, str(tmp_path / "random"), "random", workers, nproc=nproc)
+    read = run_ranks(_own, str(tmp_path / "same"), "same", workers, nproc=nproc)
+    # The check reads in another process: the dataset may open files at its first sample.
+    assert sum(map(len, read)) == (20 if workers == 0 else 0)
