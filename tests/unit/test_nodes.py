@@ -8,6 +8,7 @@ import socket
 import time
 from datetime import UTC, datetime, timedelta
 
+import psutil
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -92,3 +93,22 @@ def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.Monke
     info = rendezvous.next_rendezvous()
     rendezvous.shutdown()
     assert (info.rank, info.world_size, drawn) == (0, 1, [])
+
+
+def test_a_static_rendezvous_listens_on_one_interface() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = NodeOptions(
+        endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
+        facts=NodeFacts(host="h", number=0, nodes="1", script="", digest=""),
+        ports=None,
+        say=lambda text: None,
+    )
+    parameters = RendezvousParameters("static", f"127.0.0.1:{port}", "job", 1, 1, rank=0)
+    info = rendezvous_of_nodes(parameters, options).next_rendezvous()
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == (
+        "127.0.0.1",
+        port,
+    )
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    assert [place.ip for place in listening if place.port == port] == ["127.0.0.1"]

@@ -5,9 +5,9 @@ node.
 Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
 each round has a new store for the ranks; the first round begins without torch's random pause, and up to
-16 nodes read the state at least ten times a second while they meet; more nodes read it less often. Several
-nodes with static or etcd rendezvous use torch's own. The state in the store is JSON: torch unpickles it, and
-everybody who reaches the store can write it, because torch does not authenticate the nodes.
+16 nodes read the state at least ten times a second while they meet; more nodes read it less often. The state
+in the store is JSON: torch unpickles it, and everybody who reaches the store can write it, because torch does
+not authenticate the nodes. Several nodes with static or etcd rendezvous use torch's own.
 
 Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
 refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are
@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
@@ -50,7 +51,7 @@ from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, stor
 from paceline.launch.endpoint import Endpoint, meet_at
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
-from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT
+from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT, StaticHost
 
 _MODULE = torch_private.RENDEZVOUS
 _EXECUTOR = f"{_MODULE}._DistributedRendezvousOpExecutor"
@@ -454,7 +455,10 @@ def rendezvous_of_nodes(
     is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
     is_whole = is_c10d and is_tcp and torch_private.has_all(torch_private.RENDEZVOUS_OF_TORCH)
     if options is None or not is_whole:
-        return torch_registry.get_rendezvous_handler(parameters)
+        handler = torch_registry.get_rendezvous_handler(parameters)
+        if isinstance(handler, StaticTCPRendezvous) and handler.rank == 0:
+            return StaticHost(handler)
+        return handler
     # `next_rendezvous` spreads many nodes over a time that depends on their number.
     torch_private.wrap(_RANDOM_DELAY, lambda delay: lambda seconds: None)
     timeouts = {

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from paceline.job.store_server import cannot_listen, listen, store_on
+from paceline.job.store_server import cannot_listen, listen, listen_for, store_on
 
 STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
@@ -67,3 +67,38 @@ class LocalRendezvous(StaticTCPRendezvous):
         while store() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
+
+
+class StaticHost(StaticTCPRendezvous):
+    """torch's static rendezvous of several nodes, on the node that serves it: on one interface."""
+
+    def __init__(self, of_torch: StaticTCPRendezvous) -> None:
+        super().__init__(
+            of_torch.master_addr,
+            of_torch.master_port,
+            of_torch.rank,
+            of_torch.world_size,
+            of_torch.run_id,
+            int(of_torch.timeout.total_seconds()),
+        )
+        self._served: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch."""
+        if self._served is None:
+            try:
+                listener = listen_for(self.master_addr, self.master_port)
+            except OSError as error:
+                raise cannot_listen(
+                    f"node 0 cannot listen on {self.master_addr}:{self.master_port}",
+                    self.master_port,
+                    error,
+                    fix="choose another port, the same on all nodes.",
+                ) from error
+            self._served = store_on(listener, self.timeout)
+        return RendezvousInfo(
+            PrefixStore(self.run_id, self._served),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self._served.host, self._served.port),
+        )
