@@ -213,7 +213,7 @@ WRONG = {
         "no option '--npoc-per-node'",
         "did you mean '--nproc-per-node'",
     ),
-    "run --nproc 2 a.py": ("'--nproc' is not the full name", "did you mean '--nproc-per-node'"),
+    "run --log x a.py": ("'--log' is not the full name", "did you mean '--log-dir'"),
     "run --on-hang=ende a.py": (
         "'ende' is not a valid --on-hang; use one of: report, end",
         "'end'",

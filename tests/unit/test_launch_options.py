@@ -15,6 +15,27 @@ from paceline.launch.options import read_options
 from paceline.launch.prescan import ScriptError, check_script, early_count
 
 
+@pytest.mark.parametrize("before", [[], ["--nproc-per-node=2", "--max-restarts", "1", "-r3"]])
+@pytest.mark.parametrize("script", [["train.py"], ["-m", "package.train"], ["--", "train"]])
+def test_all_words_after_the_script_are_its_own(before: list[str], script: list[str]) -> None:
+    # Abbreviations of the launcher's options, its own names, its words, and what argparse would take away.
+    words = "--logs x --n 2 --max 3 --host=h -m -x -- --nnodes 7 --help train.py"
+    read = read_options([*before, *script, *words.split()])
+    assert read.args.training_script == script[-1]
+    assert read.args.training_script_args == words.split()
+    assert read.args.module == (script[0] == "-m")
+    assert (read.args.nproc_per_node, read.args.max_restarts) == (("2", 1) if before else ("1", 0))
+
+
+@pytest.mark.parametrize(
+    "name", ["-n", "--nproc", "--nprocs", "--num-processes", "--num_processes"]
+)
+def test_the_number_of_ranks_has_the_names_of_other_launchers(name: str) -> None:
+    for words in ([name, "3"], [f"{name}=3"] if name.startswith("--") else [f"{name}3"]):
+        assert read_options([*words, "train.py"]).args.nproc_per_node == "3"
+    assert early_count([name, "3", "train.py"], {}) == 3
+
+
 @pytest.mark.parametrize(
     ("variable", "options", "expected"),
     [

@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import uuid
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from paceline.job import slurm
 from paceline.job.network import is_loopback
 from paceline.launch.endpoint import Endpoint
 from paceline.launch.local_ranks import count_of, has_probe
+from paceline.launch.prescan import NPROC_ALIASES
 from paceline.launch.rendezvous import C10D_PORT
 
 _GRACE_S = 5.0
@@ -188,6 +189,9 @@ def parser() -> CommandParser:
         elif argument.dest == "training_script_args":
             argument.metavar, argument.help = "ARGUMENTS", "the script's own arguments"
             argument.required = False
+    ours.add_argument(
+        *NPROC_ALIASES, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS, metavar="N"
+    )
     hosts = ours.add_argument_group("several hosts")
     hosts.add_argument(
         "--host",
@@ -245,7 +249,10 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         ConfigError: a wrong value.
         SystemExit: by torch's parser, for an unknown option or --help.
     """
-    args = parser().parse_args(argv)
+    ours = parser()
+    own, script_args = _split_at_script(ours, argv)
+    args = ours.parse_args(own)
+    args.training_script_args = script_args
     if args.run_path:  # in torch it overrides the other two
         args.module = args.no_python = False
     notes: list[str] = []
@@ -282,6 +289,29 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if uses_logs and not args.log_dir and config.logs_specs is not None:
         notes.append(f"logs are in {config.logs_specs.root_log_dir}")
     return LaunchOptions(args, config, address, node_rank, ports, uses_logs, tuple(notes))
+
+
+def _split_at_script(ours: CommandParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words up to the script, and those after it.
+
+    argparse would look for abbreviations of the launcher's options among the script's.
+    """
+    takes_value = {name: a.nargs != 0 for a in ours.arguments for name in a.option_strings}
+    position = 0
+    while position < len(argv) and (word := argv[position]).startswith("-") and word != "-":
+        position += 1
+        if word == "--":
+            break
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--"):  # a value may follow at once, such as -r3
+            name, equals = word[:2], word[2:]
+        found = {takes_value[n] for n in takes_value if n == name} or {
+            takes_value[n] for n in takes_value if n.startswith(name)
+        }
+        if len(found) != 1:
+            return list(argv), []  # the parser refuses the word
+        position += found.pop() and not equals
+    return list(argv[: position + 1]), list(argv[position + 1 :])
 
 
 def _port_range(args: Namespace) -> tuple[int, int] | None:

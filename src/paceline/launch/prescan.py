@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from paceline.command_line import nearest_file
 from paceline.errors import ConfigError
 
+# What other launchers call --nproc-per-node.
+NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes")
+
 # With these options and variables ranks are not started early: they change the start or the output of ranks.
 _NO_EARLY_START = (
     *("-h", "--help", "--no-python", "--run-path", "--numa-binding", "--log-dir"),
@@ -43,7 +46,7 @@ def early_count(argv: Sequence[str], environment: Mapping[str, str]) -> int | No
         name = name.replace("_", "-")
         if name in _NO_EARLY_START:
             return None
-        if name == "--nproc-per-node":
+        if name == "--nproc-per-node" or name in NPROC_ALIASES:
             count = value if equals else next(words, "")
     return int(count) if count.isascii() and count.isdigit() and int(count) > 0 else None
 
