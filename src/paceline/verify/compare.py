@@ -42,7 +42,8 @@ _WHY = {
     "processes.",
     **dict.fromkeys(
         ("gradient norm", "gradient"),
-        f"{_BEFORE}: its reduction, or a change after it, depends on the number of processes.",
+        f"{_BEFORE}: its reduction, a change after it, or a layer that computes over the samples of a "
+        "forward, such as BatchNorm, depends on the number of processes.",
     ),
     "parameter": f"{_BEFORE}: the optimizer step, or a change outside of it, depends on the number of "
     "processes.",
