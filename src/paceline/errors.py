@@ -143,9 +143,9 @@ class CallbackError(PacelineError):
 
 
 class NonFinite(PacelineError):
-    """NaN or infinity (`quantity`, `step`, `parameters` where known)."""
+    """NaN or infinity (`quantity`, `step`, `parameters`, `ranks`, and `samples` by rank, where known)."""
 
-    attributes = ("quantity", "step", "parameters")
+    attributes = ("quantity", "step", "parameters", "ranks", "samples")
 
 
 class GradientError(PacelineError):

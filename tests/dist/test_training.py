@@ -27,7 +27,7 @@ from small_trainings import (
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.clock.step_clock import OTHER, clock
@@ -42,6 +42,7 @@ from paceline.errors import (
     StepError,
 )
 from paceline.job.preemption import Preempted, notice
+from paceline.parallel.modules import local
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -1195,6 +1196,81 @@ def _not_finite(job: Any, kind: str) -> None:
         step.update(clip_norm=1.0 if kind == "clipped loss" else None)
 
 
+BAD = 17  # the sample with NaN
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> str:
+    """A digest of this rank's part of the parameters, of the optimizer's state and its settings."""
+    states = optimizer.state.values()
+    tensors = [t for state in states for t in state.values()] + optimizer.param_groups[0]["params"]
+    return digest([[local(t) for t in tensors], optimizer.param_groups[0]["lr"]])
+
+
+def _with_bad_sample(job: Any, kind: str, how: dict[str, Any]) -> Any:
+    """Trains 10 steps. Returns what the bad step has changed, numbers of skipped steps, and the weights."""
+    x, y = make_data().tensors
+    x[BAD] = math.nan
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    wrap = paceline.fsdp if kind == "fsdp" else paceline.ddp
+    model = wrap(job, net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, y), shuffle=True)
+    batches = paceline.Batches(job, loader, global_batch=6, micro_batch=2)
+    options = how | ({"reproducible": True} if kind == "reproducible" else {})
+    training = paceline.Training(
+        job, model, optimizer, batches, schedule=lambda step: 1 / (1 + step), **options
+    )
+    clip_norm = 1.0 if kind == "clipped" else None
+    changed = []
+    for step in training.steps(until=10):
+        is_bad = False
+        for batch in step:
+            is_bad |= bool(batch[0].isnan().any()) and not step.is_ghost
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
+        before = _trained(optimizer)
+        step.update(clip_norm=clip_norm)
+        if any(paceline.gather(job, is_bad)):
+            changed.append(before != _trained(optimizer))
+    parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    weights = torch.cat([p.detach().double().flatten() for p in parameters]).tolist()
+    return changed, training.num_skipped, weights
+
+
+KINDS = ["ddp", "clipped", "fsdp", "reproducible"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=SLOW), "fp16"])
+def test_a_step_with_a_bad_sample_is_left_out(kind: str, precision: str) -> None:
+    how = {"precision": precision, "on_non_finite": None if precision == "fp16" else "skip"}
+    weights = []
+    for nproc in (1, 2, 3):
+        for changed, skipped, own in run_ranks(_with_bad_sample, kind, how, nproc=nproc):
+            assert changed == [False] * len(changed)
+            assert len(changed) == skipped == 2  # in each epoch
+            weights.append(own)
+    for own in weights:
+        assert own == pytest.approx(weights[0], rel=1e-4 if precision == "fp32" else 0.1, abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_the_error_of_a_bad_sample_names_step_rank_and_sample(kind: str, nproc: int) -> None:
+    steps = set()
+    for outcome in run_failing_ranks(_with_bad_sample, kind, {}, nproc=nproc):
+        error = outcome.error
+        assert isinstance(error, NonFinite), outcome.text
+        ((rank, samples),) = error.samples.items()
+        assert BAD in samples
+        assert len(samples) <= 2
+        assert error.ranks == [rank]
+        assert f"rank {rank}, sample" in str(error)
+        steps.add(error.step)
+    (step,) = steps
+    assert 1 <= step <= 4
+
+
 def _infinite_mask(job: Any, folder: str) -> int:
     model = nn.Sequential(nn.Linear(4, 3))
     model.register_buffer("mask", torch.full((3, 3), -math.inf))
@@ -1247,7 +1323,7 @@ def test_nan_is_found_on_all_ranks(
         assert isinstance(outcome.error, NonFinite), outcome.text
         if kind == "clipped loss":
             assert outcome.error.parameters == ["0.weight", "0.bias", "3.weight", "3.bias"]
-        elif kind == "loss":
+        if "loss" in kind:
             assert (outcome.error.step, outcome.error.ranks) == (5, [nproc - 1])
         else:  # found when the training ends
             assert "3.weight holds NaN or infinity after step 3." in str(outcome.error)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from paceline import log
@@ -18,7 +19,7 @@ from paceline.data.content import read_content
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
-from paceline.data.plan import Plan, PlannedStep, Position
+from paceline.data.plan import Plan, PlannedStep, Position, look_up
 from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
 from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
@@ -257,6 +258,16 @@ class Batches:
             fix="build the same dataset on all ranks: sort the names of files, and seed what is random.",
             values=found,
         )
+
+    def samples_at(self, seed: int, epoch: int, begin: int, end: int) -> list[int]:
+        """The indices in the dataset of the samples at these places of an epoch; of a stream, the places.
+
+        Collective: none.
+        """
+        places = np.arange(begin, end, dtype=np.int64)
+        if self._plan is not None:
+            places = look_up(self._plan.order(seed, epoch), places)
+        return places.tolist()
 
     def align(self) -> None:
         """Cut each step into micro-batches that are the same on any number of ranks.

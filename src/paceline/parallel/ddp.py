@@ -234,12 +234,14 @@ class DDPStrategy(ReplicaStrategy):
                 fix="leave static_graph out, or make micro_batch the rank's whole share.",
             )
 
-    def check_precision(self, precision: str) -> None:
-        if precision == "fp16" and any(c.has_feedback for c in self._compressions):
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
+        may_skip = precision == "fp16" or skips_non_finite
+        if may_skip and any(c.has_feedback for c in self._compressions):
+            option = "precision='fp16'" if precision == "fp16" else "on_non_finite='skip'"
             raise ConfigError(
-                "precision='fp16' cannot be combined with PowerSGD.",
-                why="a gradient that overflows would spoil what PowerSGD adds to the next steps.",
-                fix="use precision='bf16', or compress='fp16'.",
+                f"{option} cannot be combined with PowerSGD.",
+                why="NaN or infinity in a gradient corrupts PowerSGD's error feedback.",
+                fix="use precision='bf16' and on_non_finite='raise', or compress='fp16'.",
             )
 
     def before_forward(self, micro: MicroBatch) -> None:

@@ -424,7 +424,7 @@ class FSDPStrategy(Strategy):
     def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return _whole(loss)  # with loss_parallel the loss is a DTensor
 
-    def check_precision(self, precision: str) -> None:
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         if precision == "fp16" and self._has_several_meshes():
             raise ConfigError(
                 "precision='fp16' is not supported with tensor_parallel.",

@@ -116,8 +116,12 @@ class Strategy:
         for model in self._models:
             warn_untrained(model, self._optimizers)
 
-    def check_precision(self, precision: str) -> None:
-        """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16"."""
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
+        """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16".
+
+        Args:
+            skips_non_finite: Whether the training goes on after a gradient with NaN or infinity.
+        """
 
     def begin_step(self, step: PlannedStep) -> None:
         """Prepare for the micro-batches of a step, or for their repetition."""

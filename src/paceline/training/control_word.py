@@ -14,12 +14,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from paceline import log
 from paceline.clock.record import row_size
-from paceline.errors import NonFinite, name_ranks
+from paceline.errors import NonFinite, listed
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
@@ -31,7 +34,15 @@ from paceline.training import weight
 _WORDS_PER_S = 16.0
 _WORDS_PER_S_IN_MEMORY = 8.0
 _MAX_STEPS_PER_WORD = 128
-_MAX_RANKS_NAMED = 50  # a float64 represents sums of distinct powers of two below 2^53 exactly
+
+
+class MicroBatchLoss(NamedTuple):
+    """The loss of the samples at places `[begin, end)` of an epoch, shape (), on any device."""
+
+    epoch: int
+    begin: int
+    end: int
+    loss: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -93,15 +104,17 @@ class _SentWord:
 
     Attributes:
         work: The exchange in progress; None if it happens when the word is read, or with one rank.
-        numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss,
-            its count and the ranks whose loss is not finite, then the rows of the ranks about their time.
+        numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss and
+            its count, then the rows of the ranks about their time.
         first, size: Number of the first step whose loss it carries, and how many steps.
+        bad: By step whose loss is NaN or infinite on this rank: the losses of its micro-batches.
     """
 
     work: dist.Work | None
     numbers: torch.Tensor
     first: int
     size: int
+    bad: dict[int, list[MicroBatchLoss]]
 
 
 class _Exchange:
@@ -133,6 +146,11 @@ class _Exchange:
 class Control:
     """Collects the values of this rank, and exchanges them.
 
+    Args:
+        samples_at: The indices in the dataset of the samples at places `[begin, end)` of an epoch, from
+            `(epoch, begin, end)`.
+        skips_non_finite: Whether a loss that is NaN or infinite is logged; otherwise it is an error.
+
     Attributes:
         own: The requests of this rank, sent with the next word.
         agreed: The requests that all ranks know of and have not carried out yet, equal on all ranks. They
@@ -143,13 +161,22 @@ class Control:
     rank's.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(
+        self,
+        job: Job,
+        samples_at: Callable[[int, int, int], list[int]],
+        *,
+        skips_non_finite: bool,
+    ) -> None:
         self._job = job
+        self._samples_at = samples_at
+        self._skips_non_finite = skips_non_finite
         self._exchange = _Exchange(job)
         self.own, self.agreed = Requests(), Requests()
         self.own_times: Callable[[], list[float]] = list
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
+        self._micro_losses: list[list[MicroBatchLoss]] = []
         self._first = 0
         self._every = 1
         self._due = 0
@@ -165,18 +192,25 @@ class Control:
 
     def _begin_word(self, step: int) -> None:
         """Collect losses for the next word, from `step` + 1 on."""
-        self._losses, self._counts = [], []
+        self._losses, self._counts, self._micro_losses = [], [], []
         self._first = step + 1
         self._due = step + self._every
         self._began = time.perf_counter()
 
     def end_step(
-        self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        count: float | torch.Tensor,
+        micro_losses: list[MicroBatchLoss],
+        *,
+        now: bool,
     ) -> list[Word]:
         """Add the loss of a step, and return the words that are due, at most two.
 
         Args:
             loss: This rank's sum, shape (), on any device; None if it had no sample.
+            micro_losses: Which add up to `loss`.
             now: Send and read at once; equal on all ranks.
 
         Raises:
@@ -184,6 +218,7 @@ class Control:
         """
         self._losses.append(loss)
         self._counts.append(count)
+        self._micro_losses.append(micro_losses)
         alone = self._job.control is None
         if step < self._due and not now and not (alone and (self.own.stop or notice.received)):
             return []
@@ -209,19 +244,20 @@ class Control:
         # The word before has just brought this save; rank 0 asked again while that word was on its way.
         self.own.save &= not self.agreed.save
         requests, self.own = self.own.pack(), Requests()
-        # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
-        rank = self._job.rank
-        bit = float(1 << rank) if rank < _MAX_RANKS_NAMED else 0.0
         counts = [float(count) for count in self._counts]
         if not self._job.data.reports:  # another rank has the same samples, and reports their loss
             sums, counts = [0.0] * size, [0.0] * size
-        bits = [0.0 if math.isfinite(value) else bit for value in sums]
+        bad = {
+            self._first + i: self._micro_losses[i]
+            for i, value in enumerate(sums)
+            if not math.isfinite(value)
+        }
         rows = self._own_row() if self.agreed.times else []
         # One tensor from one list: each further operation of torch costs microseconds.
         word = torch.tensor(
-            [elapsed / max(size, 1), *requests, *sums, *counts, *bits, *rows], dtype=torch.float64
+            [elapsed / max(size, 1), *requests, *sums, *counts, *rows], dtype=torch.float64
         )
-        self._in_flight = _SentWord(self._exchange.start(word), word, self._first, size)
+        self._in_flight = _SentWord(self._exchange.start(word), word, self._first, size, bad)
         self._begin_word(step)
 
     def _read(self) -> list[Word]:
@@ -234,14 +270,14 @@ class Control:
         except RuntimeError as error:
             self._job.reraise(error)
         numbers = sent.numbers.tolist()
-        rows = self._split_rows(numbers[_HEAD + 3 * size :])
+        rows = self._split_rows(numbers[_HEAD + 2 * size :])
         step_s = numbers[0] / self._job.world_size
-        sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
+        sums, counts = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(2))
         for i, total in enumerate(sums):
             if counts[i] == 0:
                 raise weight.zero_count_error(first + i)
             if not math.isfinite(total):
-                raise _non_finite(first + i, total, int(bits[i]))
+                self._report_non_finite(first + i, total, sent.bad.get(first + i, []))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
         if size:  # else it was sent at once after another word
             steps = round(1 / (self._exchange.words_per_s * max(step_s, 1e-6)))
@@ -253,6 +289,29 @@ class Control:
         self.agreed.save |= requests.save
         self.agreed.times = requests.times  # the next word carries them
         return [Word(requests=requests, step=first + size - 1, totals=totals, times=rows)]
+
+    def _report_non_finite(self, step: int, total: float, losses: list[MicroBatchLoss]) -> None:
+        samples = self.gather_bad_samples(losses)
+        if not self._skips_non_finite:
+            raise NonFinite(
+                f"the loss became {total} in step {step}.",
+                where=name_samples(samples),
+                fix="look at these samples, lower the learning rate or clip the gradients; or leave such "
+                'steps out: Training(..., on_non_finite="skip").',
+                quantity="loss",
+                step=step,
+                ranks=list(samples),
+                samples=samples,
+            )
+        if self._job.rank == 0:
+            log.logger.warning("the loss of step %d is %s: %s.", step, total, name_samples(samples))
+
+    def gather_bad_samples(self, losses: list[MicroBatchLoss]) -> dict[int, list[int]]:
+        """By rank, the samples of the micro-batches whose loss is NaN or infinite. All ranks call it."""
+        bad = {each[:3] for each in losses if not math.isfinite(each.loss.item())}
+        own = [sample for places in sorted(bad) for sample in self._samples_at(*places)]
+        everyone = collectives.gather(self._job, own)
+        return {rank: samples for rank, samples in enumerate(everyone) if samples}
 
     def _discard_word(self) -> None:
         """Leave the word in flight unread: it belongs to a loop that was left."""
@@ -278,15 +337,11 @@ class Control:
         return rows
 
 
-def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:
-    ranks = [rank for rank in range(_MAX_RANKS_NAMED) if rank_bits >> rank & 1]
-    return NonFinite(
-        f"the loss became {total} in step {step}.",
-        where=name_ranks(ranks) if ranks else "",
-        fix="lower the learning rate, clip the gradients, or look at this step's samples.",
-        quantity="loss",
-        step=step,
-        ranks=ranks,
+def name_samples(samples: dict[int, list[int]]) -> str:
+    """Samples of ranks in words: "rank 1, sample 17"; empty without any."""
+    return "; ".join(
+        f"rank {rank}, sample{'s' * (len(own) > 1)} {listed(list(map(str, own)))}"
+        for rank, own in samples.items()
     )
 
 

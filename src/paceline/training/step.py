@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline import log
 from paceline.clock.step_clock import (
     BACKWARD,
     COMMUNICATION_PP,
@@ -39,7 +40,7 @@ from paceline.parallel.modules import local
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.clipping import Clipping, clip
-from paceline.training.control_word import Control
+from paceline.training.control_word import Control, MicroBatchLoss, name_samples
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
 from paceline.training.weight import Reduction
@@ -59,6 +60,8 @@ class StepContext:
         token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
             first step.
         check_losses_until: Losses of steps below this number are checked for being sums.
+        skips_non_finite: Whether a step is left out if its gradient is NaN or infinite.
+        num_skipped: Steps that were left out for that since this training was made.
     """
 
     job: Job
@@ -73,6 +76,8 @@ class StepContext:
     dropout_key: int
     token_divisor: float = 0.0
     check_losses_until: int = 0
+    skips_non_finite: bool = False
+    num_skipped: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, float, torch.dtype] | None = None
 
@@ -131,6 +136,7 @@ class Step:
         "_differentiated",
         "_is_batch_open",
         "_micro",
+        "_micro_losses",
         "_num_begun",
         "_num_not_updated",
         "_planned",
@@ -152,6 +158,7 @@ class Step:
         # Whether `batch` was read, and `update` has not ended its micro-batch.
         self._is_batch_open = False
         self._num_not_updated = len(self._records)  # optimizers, without skipped ones
+        self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
         self.number = number
         self.epoch = planned.epoch
@@ -179,6 +186,7 @@ class Step:
         while strategy.end_micro_batches():
             self._begin_micro_batches()
             self._num_begun = 0
+            self._micro_losses = []
             self._records = [
                 _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
             ]
@@ -413,7 +421,7 @@ class Step:
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
-            start, own = self._start_and_logged(loss, count, reduction, scaled)
+            start, own = self._start_and_logged(loss, count, reduction, scaled, micro)
             for record in records:
                 record.loss = own if record.loss is None else record.loss + own
                 record.count = record.count + count
@@ -483,6 +491,7 @@ class Step:
         count: int | torch.Tensor,
         reduction: Reduction,
         scaled: torch.Tensor,
+        micro: MicroBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count_unit == "tokens"
@@ -490,8 +499,10 @@ class Step:
         start = self._context.start_of(scaled, divisor)
         if reduction == "mean":
             start = start * count
-        own = weight.as_sum(loss.detach(), count, reduction)
-        return start, self._context.strategy.logged_loss(own)
+        own = self._context.strategy.logged_loss(weight.as_sum(loss.detach(), count, reduction))
+        end = micro.offset + micro.count
+        self._micro_losses.append(MicroBatchLoss(self.epoch, micro.offset, end, own))
+        return start, own
 
     def update(
         self,
@@ -517,7 +528,7 @@ class Step:
             ConfigError: an option is out of range or has no effect.
             StepError: a micro-batch was left out or had no backward, or the step was updated already.
             NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
-                CPU only, when clipping, and without a loss scale.
+                CPU only, when clipping, without a loss scale, and if `on_non_finite` is "raise".
 
         Collective: all ranks, once for all optimizers or once for each.
         """
@@ -533,11 +544,13 @@ class Step:
         clock.enter(OPTIMIZER)
         for record in records:
             context.precision.scaler.unscale_(record.trained.optimizer)
-        self._clip(records, clipping, grad_norms)
+        is_finite = self._clip(records, clipping, grad_norms)
         context.before_update()
         for record in records:
-            record.was_stepped = context.precision.step(record.trained.optimizer)
+            record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
             record.is_updated = True
+        if not all(record.was_stepped for record in records):
+            self._report_skipped()
         self._num_not_updated -= len(records)
         if self.is_done:
             context.precision.end_step()
@@ -578,19 +591,36 @@ class Step:
             factor = undo if factor is None else factor * undo
         return factor
 
-    def _clip(self, records: list[_Record], clipping: Clipping | None, norms: bool) -> None:
+    def _clip(self, records: list[_Record], clipping: Clipping | None, norms: bool) -> bool:
+        """Clip. False, on all ranks, if the update must be left out because of NaN or infinity."""
         self.grad_norm = None
-        strategy = self._context.strategy
+        context, strategy = self._context, self._context.strategy
+        skips = context.skips_non_finite and not context.precision.scaler.is_enabled()
         if norms:
             named = [pair for record in records for pair in record.trained.named_parameters()]
             each = {name: p.grad for name, p in named if p.grad is not None}
             self.grad_norms |= strategy.grad_norms(each, 2.0)
-        if clipping is None:
-            return
+        if clipping is None and not skips:
+            return True
         parameters = [p for record in records for p in record.trained.parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self.grad_norm = clip(gradients, strategy.grad_norm, clipping)
-        self._refuse_non_finite(self.grad_norm, records)
+        if clipping is None:
+            norm = strategy.grad_norm(gradients, 2.0)
+        else:
+            norm = self.grad_norm = clip(gradients, strategy.grad_norm, clipping)
+        if skips:
+            return math.isfinite(norm.item())
+        self._refuse_non_finite(norm, records)
+        return True
+
+    def _report_skipped(self) -> None:
+        context = self._context
+        context.num_skipped += 1
+        if context.job.rank == 0:
+            log.logger.info(
+                "step %d was left out: its gradient holds NaN or infinity (%d so far).",
+                *(self.number, context.num_skipped),
+            )
 
     def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,
@@ -605,13 +635,23 @@ class Step:
             for name, p in record.trained.named_parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
+        samples = self._context.control.gather_bad_samples(self._micro_losses)
+        because = (
+            "the loss became NaN or infinite" if samples else "the loss of all ranks is finite"
+        )
         raise NonFinite(
-            f"the gradient holds NaN or infinity in {listed(bad) or 'its norm'}; the step was not taken.",
-            where=self._where(),
-            fix="lower the learning rate, look at this step's samples, or find the operation with "
-            "torch.autograd.set_detect_anomaly(True).",
+            f"the gradient of step {self.number} holds NaN or infinity in {listed(bad) or 'its norm'}; the "
+            "step was not taken.",
+            where=name_samples(samples),
+            why=f"{because}.",
+            fix="look at these samples, lower the learning rate, or find the operation with "
+            "torch.autograd.set_detect_anomaly(True); or leave such steps out: Training(..., "
+            'on_non_finite="skip").',
             quantity="gradient",
+            step=self.number,
             parameters=bad,
+            ranks=list(samples),
+            samples=samples,
         )
 
     def stop(self, *, now: bool = False) -> None:
@@ -816,7 +856,7 @@ class _Scheduled:
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
-        start, own = step._start_and_logged(loss, count, self._reduction, loss)
+        start, own = step._start_and_logged(loss, count, self._reduction, loss, micro)
         self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -156,6 +156,7 @@ class Trainer:
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
         precision: "fp32", "bf16", "fp16" or "auto".
+        on_non_finite: "raise" or "skip", for gradients with NaN or infinity; see `Training`.
         validation: What to evaluate, and when. Forwards use `precision` there too.
         schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
         schedule_metric: For `ReduceLROnPlateau`, the result of the evaluation that it gets; None is "loss".
@@ -183,6 +184,7 @@ class Trainer:
     _: KW_ONLY
     global_batch: int | None = None
     precision: str = "fp32"
+    on_non_finite: Literal["raise", "skip"] | None = None
     validation: Validation | None = None
     schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None
     schedule_metric: str | None = None
@@ -296,6 +298,7 @@ class Trainer:
             batches,
             schedule=schedule,
             precision=self.precision,
+            on_non_finite=self.on_non_finite,
             count="tokens" if isinstance(self.loss, PerToken) else "samples",
             checkpoints=checkpoints,
             reproducible=self.reproducible,

@@ -76,6 +76,11 @@ class Training:
             optimizer steps, so it is the same for any number of ranks; in `PerEpoch(...)` it counts
             epochs. `ReduceLROnPlateau` advances with `step_schedule`.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is bf16 on hardware that has it, else fp32.
+        on_non_finite: What happens in a step whose gradient is NaN or infinite, decided alike on all ranks.
+            "skip" leaves its update out: parameters, optimizer and schedule stay as they are, as with torch's
+            `GradScaler`. "raise" raises NonFinite on all ranks; in fp16 only if the loss is NaN or infinite,
+            because scaled gradients may overflow there. None is "skip" for fp16, else "raise". See
+            [precision](../howto/precision.md) for what that costs.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
         reproducible: Whether weights, optimizer state and logged losses are bit for bit equal on any
@@ -95,6 +100,7 @@ class Training:
         number: Number of steps done.
         precision: The format in use: "fp32", "bf16" or "fp16".
         reproducible: As given.
+        num_skipped: Number of steps without an update because of NaN or infinity, since this object was made.
 
     Raises:
         ConfigError: on all ranks, before the first step: a model is not wrapped or has no trainable
@@ -114,6 +120,7 @@ class Training:
         *,
         schedule: Schedule | Sequence[Schedule | None] | None = None,
         precision: str = "fp32",
+        on_non_finite: Literal["raise", "skip"] | None = None,
         count: str = "samples",
         checkpoints: Checkpoints | None = None,
         reproducible: bool = False,
@@ -123,6 +130,8 @@ class Training:
         job.refuse_if_left()
         if count not in ("samples", "tokens"):
             raise ConfigError(f'count must be "samples" or "tokens", got {count!r}.')
+        if on_non_finite not in ("raise", "skip", None):
+            raise ConfigError(f'on_non_finite must be "raise" or "skip", got {on_non_finite!r}.')
         if not isinstance(checkpoints, Checkpoints | None):
             raise ConfigError(
                 f"checkpoints must be a paceline.Checkpoints, got {type(checkpoints).__name__}.",
@@ -141,12 +150,14 @@ class Training:
         )
         self.reproducible = reproducible
         self.number = 0
-        self._control = Control(job)
+        formats = Precision(precision, job, reproducible=reproducible)
+        skips = on_non_finite == "skip" or (on_non_finite is None and formats.name == "fp16")
+        self._control = Control(job, self._samples_at, skips_non_finite=skips)
         trained = trained_optimizers(self.models, self.optimizers, schedule)
         self._context = StepContext(
             job=job,
             optimizers=trained,
-            precision=Precision(precision, job, reproducible=reproducible),
+            precision=formats,
             strategy=self._choose_strategy(),
             control=self._control,
             count_unit=count,
@@ -154,10 +165,11 @@ class Training:
             before_update=self._wait_for_copies,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
+            skips_non_finite=skips,
         )
         self.precision = self._context.precision.name
         self._context.strategy.check()
-        self._context.strategy.check_precision(self.precision)
+        self._context.strategy.check_precision(self.precision, skips_non_finite=skips)
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         self._loop_state = LoopState(job)
@@ -203,6 +215,13 @@ class Training:
             "the model is not wrapped, so its gradients would not be summed over ranks.",
             fix="model = paceline.ddp(job, model)",
         )
+
+    def _samples_at(self, epoch: int, begin: int, end: int) -> list[int]:
+        return self.batches.samples_at(self.position.seed, epoch, begin, end)
+
+    @property
+    def num_skipped(self) -> int:
+        return self._context.num_skipped
 
     @property
     def position(self) -> Position:
@@ -638,7 +657,7 @@ class Training:
             own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
         own.times |= self._report.asks_for_times(is_last=is_last)
         loss, count = step._local_loss()
-        for word in control.end_step(step.number, loss, count, now=now):
+        for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
             self._apply(word)
         self._replica_check.step_ended(step.number)
         if checkpoints is not None and (
