@@ -10,8 +10,10 @@ import secrets
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,37 +151,56 @@ def test_doctor_answers_only_who_has_the_key(
     assert capsys.readouterr().err == ""  # an error in a thread would be there
 
 
-def _measures(folder: Path, key: str) -> Iterator[tuple[tuple[str, int], Callable[[], object]]]:
-    """The doctor's listener and a parameter server: the address, and a client with the key."""
+Client = Callable[[], object]
+
+
+def _doctor(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
+    key = secrets.token_hex(32)
     listener = Listener("127.0.0.1", key)
-    try:
-        yield (
-            ("127.0.0.1", listener.endpoint["ephemeral"]),
-            lambda: measure(listener.endpoint, key, "localhost")["latency_s"],
-        )
-    finally:
-        listener.close()
-    table = {"t": torch.zeros(1, 1)}
-    with paceline.ParameterServer(
-        table, lambda p: torch.optim.SGD(p, lr=1), folder / "f"
-    ) as server:
+    endpoint = listener.endpoint
+    yield (
+        ("127.0.0.1", endpoint["ephemeral"]),
+        lambda: measure(endpoint, key, "localhost")["latency_s"],
+    )
+    listener.close()
+
+
+def _parameter_server(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
+    tables, file = {"t": torch.zeros(1, 1)}, folder / "address"
+    with paceline.ParameterServer(tables, lambda p: torch.optim.SGD(p, lr=1), file) as server:
         host, _, port = server.address.rpartition(":")
-        yield (host, int(port)), lambda: paceline.connect_server(folder / "f").close()
+        yield (host, int(port)), lambda: paceline.connect_server(file).close()
 
 
+def _prometheus(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
+    pytest.importorskip("prometheus_client")
+    logger = paceline.Prometheus(port=0, address="127.0.0.1")
+    logger.log(1, {"loss": 1.0})
+    yield (
+        ("127.0.0.1", logger.port),
+        lambda: urllib.request.urlopen(f"http://127.0.0.1:{logger.port}/metrics").close(),
+    )
+    logger.close()
+
+
+@pytest.mark.parametrize("serve", [_doctor, _parameter_server, _prometheus])
 def test_strangers_hold_few_threads_and_not_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_CONNECT_S", 2.0)
     monkeypatch.setattr(parameter_server, "_HELLO_S", 2.0)
-    for where, client in _measures(tmp_path, secrets.token_hex(32)):
+    for where, client in serve(tmp_path):
         before = threading.active_count()
-        with contextlib.ExitStack() as open_until:
+        with contextlib.ExitStack() as until_end:
             strangers = [
-                open_until.enter_context(socket.create_connection(where)) for _ in range(400)
+                until_end.enter_context(socket.create_connection(where)) for _ in range(400)
             ]
             client()  # is answered nevertheless
             assert threading.active_count() - before < 80
+            if (
+                serve is _prometheus
+            ):  # a request has no key and no deadline: only their number is limited
+                continue
             deadline = time.monotonic() + 6
             while threading.active_count() > before and time.monotonic() < deadline:
                 for each in strangers:

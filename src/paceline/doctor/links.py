@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.doctor.facts import Facts
+from paceline.job.connections import FewConnectionsServer
 from paceline.job.environment import FIREWALL_PORTS
 from paceline.job.network import addresses_of
 from paceline.job.store_server import listen
@@ -30,7 +31,6 @@ _SLOW_S = 0.2
 _POLL_S = 0.05  # within which a listener notices that it is closed
 _PAUSE_S = 0.01  # after a failed accept
 _KEY_CHARS = 64
-_MAX_STRANGERS = 64  # clients without the key, each with a thread
 _PING = b"p"
 
 
@@ -74,7 +74,7 @@ class _Answers(socketserver.BaseRequestHandler):
         peer: socket.socket = self.request
         with contextlib.suppress(OSError):  # the client reports what failed
             key = _receive(peer, _KEY_CHARS, time.monotonic() + _CONNECT_S)
-            self.server.drop_stranger(peer)
+            self.server.do_not_count(peer)
             if not hmac.compare_digest(key, self.server.key):
                 return
             peer.settimeout(_IO_S)
@@ -84,38 +84,13 @@ class _Answers(socketserver.BaseRequestHandler):
                 peer.sendall(struct.pack("d", time.time()))
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Serves on a socket that listens already, with a thread for each client."""
-
-    daemon_threads = True
+class _Server(FewConnectionsServer):
+    """Serves on a socket that listens already. Clients that have not sent the key count."""
 
     def __init__(self, listening: socket.socket, key: str) -> None:
         super().__init__(listening.getsockname(), _Answers, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key = listening, key.encode()
-        self._lock = threading.Lock()
-        self._strangers: list[socket.socket] = []  # have not sent the key yet, oldest first
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a client in a thread; if too many have not sent the key, close the oldest of these."""
-        with self._lock:
-            self._strangers.append(request)
-            oldest = self._strangers.pop(0) if len(self._strangers) > _MAX_STRANGERS else None
-            with contextlib.suppress(OSError):  # it has just left
-                if oldest is not None:
-                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a client that has been answered."""
-        self.drop_stranger(request)
-        super().shutdown_request(request)
-
-    def drop_stranger(self, client: socket.socket) -> None:
-        """The client has sent a key, or is closed."""
-        with self._lock:
-            if client in self._strangers:
-                self._strangers.remove(client)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a client."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from paceline.errors import ConfigError
+from paceline.job.connections import FewConnectionsServer
 from paceline.metrics.logger import Values
 
 
@@ -44,7 +48,7 @@ class Prometheus:
         self._server: Any = None
 
     def _start(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+        from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
 
         registry = CollectorRegistry()
         rank = ["rank"]
@@ -62,7 +66,10 @@ class Prometheus:
         restarts = Gauge("paceline_restarts", "Restarts by the launcher", registry=registry)
         restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         address = self.address or _address_of_job()
-        self._server, _ = start_http_server(self.port, address, registry)
+        self._server = make_server(
+            address, self.port, make_wsgi_app(registry), _Server, handler_class=_Handler
+        )
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.address, self.port = self._server.server_address[:2]
 
     def log(self, step: int, values: Values) -> None:
@@ -93,6 +100,27 @@ class Prometheus:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+
+class _Server(FewConnectionsServer, WSGIServer):
+    """The server of `prometheus_client` has no limit of connections."""
+
+    request_queue_size = 128  # the kernel's; with 5 a connection may take seconds
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # of each read
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the client has left, or sends nothing
+            super().handle()
+
+    def log_message(self, *args: Any) -> None:
+        """No line for each request."""
 
 
 def _address_of_job() -> str:
