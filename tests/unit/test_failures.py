@@ -21,21 +21,26 @@ from paceline.metrics.step_loss import StepLoss
 
 
 class CountingStore(dist.Store):
-    """Counts the calls by name."""
+    """Counts the calls by name, and the keys that a call of `check` looks for."""
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
         self.inner = inner
         self.calls: Counter[str] = Counter()
+        self.keys_in_a_check = 0  # the most
 
     def clone(self) -> CountingStore:
         return CountingStore(self.inner)
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in ("set", "get", "add", "check", "multi_get", "compare_set"):
+        if name not in ("set", "get", "add", "multi_get", "compare_set", "delete_key"):
             return super().__getattribute__(name)
         self.calls[name] += 1
         return getattr(self.inner, name)
+
+    def check(self, keys: list[str]) -> bool:
+        self.keys_in_a_check = max(self.keys_in_a_check, len(keys))
+        return self.inner.check(keys)
 
 
 @pytest.fixture
@@ -80,24 +85,24 @@ def test_a_rank_that_passed_or_does_not_come_is_missing(connect: Any) -> None:
         asks.leave_loop(6, updated=True, timeout_s=20)
 
 
-def test_an_exchange_costs_three_calls_of_the_store_and_no_writes_after_it(
-    store: dist.Store,
-) -> None:
-    size = 16
+@pytest.mark.parametrize("size", [4, 16])
+def test_the_store_does_not_look_for_each_rank_in_each_poll(store: dist.Store, size: int) -> None:
     clients = [CountingStore(store) for _ in range(size)]
     ranks = [Peers(client, rank, size) for rank, client in enumerate(clients)]
-    results: list[Any] = [None] * size
+
+    def exchange(peers: Peers) -> Any:
+        if peers._rank == size - 1:
+            time.sleep(0.3)  # the others poll
+        return peers.exchange("loss", peers._rank, 3, loop=0, timeout_s=20)
+
     try:
-        for peers, client in zip(ranks, clients, strict=True):
-            client.calls.clear()
-            store.set(f"loss/{peers._rank}", "0")  # so that no rank has to wait
-        for peers in ranks:
-            results[peers._rank] = peers.exchange("loss", [1.0, 2], 3, loop=0, timeout_s=20)
+        with ThreadPoolExecutor(size) as pool:
+            results = list(pool.map(exchange, ranks))
     finally:
         for peers in ranks:
             peers.close()
-    assert results[-1] == ([[1.0, 2]] * size, {})
-    assert all(client.calls == {"set": 1, "check": 1, "multi_get": 1} for client in clients)
+    assert results == [(list(range(size)), {})] * size
+    assert all(client.keys_in_a_check == 1 for client in clients[:-1])
 
 
 def test_values_that_all_ranks_have_read_are_deleted(
@@ -125,6 +130,7 @@ def test_values_that_all_ranks_have_read_are_deleted(
         for number in range(1, 11)
         for rank in range(3)
         if store.check([f"{call}/0/0/0/{number}/{rank}"])
+        or store.check([f"{call}/0/0/0/{number}/all"])
     }
     assert left == {("loss", 10), ("save", 10)}
 

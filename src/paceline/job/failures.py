@@ -32,6 +32,8 @@ _FAILED = "failed"
 _ENDED = "ended"
 _QUESTIONS = "questions"
 _PASSED = "passed"
+_NUM_COME = "come"
+_ALL_HAVE_COME = "all"
 
 _POLL_S = 0.005
 _GRACE_S = 1.0  # before asking absent ranks, because most come within this time
@@ -189,8 +191,9 @@ class Peers:
     ) -> tuple[list[Any], dict[int, int]]:
         """Give a value to all ranks and get theirs. If only some ranks call it, they learn who is missing.
 
-        Takes three calls of the store if all ranks call it at about the same time, and a fourth one to delete
-        what this rank gave before: the store keeps one value of each call and rank.
+        Takes four calls of the store if all ranks call it at about the same time, and a fifth one to delete
+        what this rank gave before: the store keeps one value of each call and rank. The last rank to come
+        writes a key that the others wait for, so the work of the store is linear in the number of ranks.
 
         Args:
             name: a name that is used once: the call, a slash, and what distinguishes it from earlier ones.
@@ -207,13 +210,18 @@ class Peers:
         call = name.partition("/")[0]
         previous, self._posted[call] = self._posted.get(call), keys[self._rank]
         deadline = time.monotonic() + timeout_s
-        if not self._wait_for(keys, min(timeout_s, _GRACE_S)):
+        if self._store.add(f"{name}/{_NUM_COME}", 1) == self._world_size:
+            self._store.set(f"{name}/{_ALL_HAVE_COME}", "")
+        elif not self._wait_for([f"{name}/{_ALL_HAVE_COME}"], min(timeout_s, _GRACE_S)):
             missing = self._missing(keys, step, loop, deadline)
             if missing:
                 return [], missing
         values = store_exchange.read(self._store, keys)
         if previous is not None:  # all ranks have come here, so they have read the exchange before
             self._store.delete_key(previous)
+            if self._rank == 0:
+                for key in (_NUM_COME, _ALL_HAVE_COME):
+                    self._store.delete_key(f"{previous.rpartition('/')[0]}/{key}")
         return values, {}
 
     def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
@@ -227,11 +235,12 @@ class Peers:
     def _missing(self, keys: list[str], step: int, loop: int, deadline: float) -> dict[int, int]:
         """Ask the absent ranks for their step until all have come or some cannot come any more."""
         all_answered_at = deadline
+        absent = list(range(self._world_size))
         self._store.add(_QUESTIONS, 1)
         try:
             while True:
                 failure = self.failure()
-                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                absent = [rank for rank in absent if not self._store.check([keys[rank]])]
                 if failure is not None and absent:
                     raise failure
                 passed = {rank: self._passed_by(rank, loop) for rank in absent}

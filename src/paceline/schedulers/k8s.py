@@ -426,7 +426,7 @@ class _Writer:
                 f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT_S}",
             ]
         words = self.request.command(*launch)
-        first = words.index("--on-hang=end") + 1
+        first = next(i for i, word in enumerate(words) if word.startswith("--max-restarts=")) + 1
         return [*words[:first], *map(_escaped, words[first:])]
 
     def _resources(self) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class _Writer:
 
 _NO_PROBES = (
     "The launcher is the first process of the container and receives SIGTERM. There are no probes: the "
-    "launcher ends when its ranks fail or hang (--on-hang=end), and a probe could kill a long step or save."
+    "launcher ends when its ranks fail, and a probe could kill a long step or save."
 )
 _FAILURE_RULES = [
     Commented(

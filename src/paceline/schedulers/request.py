@@ -160,8 +160,7 @@ class JobRequest:
         """The words of `paceline run`, with further options of the launcher."""
         script = ["-m", self.script] if self.module else [self.script]
         own = [f"--nproc-per-node={self.ranks_per_node}", f"--max-restarts={self.max_restarts}"]
-        # A hang ends the ranks, so that they are started again; no scheduler can see it.
-        return ["paceline", "run", *launch, *own, "--on-hang=end", *script, *self.arguments]
+        return ["paceline", "run", *launch, *own, *script, *self.arguments]
 
 
 @dataclass(frozen=True)
