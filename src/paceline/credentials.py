@@ -9,7 +9,7 @@ _SECRET_NAME = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|CONNECTION_STRING|"
     r"(?:ACCESS|ACCOUNT|SHARED|PRIVATE)_?KEY|"
     # Only at the end: MAX_TOKENS, TOKENIZERS_PARALLELISM, KEY_FRAMES and PWD are settings.
-    r"(?:^|_)(?:KEY|TOKEN|PASS|AUTH|SAS|JWT|SIGNATURE)$|_PWD$",
+    r"(?:^|_)(?:KEY|TOKEN|PASS|PAT|DSN|AUTH|SAS|JWT|SIGNATURE)$|_PWD$|WEBHOOK",
     re.I,
 )
 # These hold a path or an address of the credentials, and not the credentials.

@@ -15,6 +15,8 @@ SECRET = (
         "DB_PASS",
         "DB_PWD",
         "TORCH_HUB_API_KEY",
+        "GITHUB_PAT",
+        "SLACK_WEBHOOK_URL",
     ),
     *(
         "PGPASSWORD",
@@ -29,6 +31,7 @@ PUBLIC = (
         "MAX_TOKENS",
         "TOKENIZERS_PARALLELISM",
         "PWD",
+        "PATH",
         "OLDPWD",
         "SSH_AUTH_SOCK",
         "NCCL_DEBUG",
