@@ -66,7 +66,7 @@ class Side:
         for _ in range(count):
             began = time.perf_counter()
             step = next(self.steps)
-            step.run(self._loss)
+            step.run(self._loss, reduction="sum")
             step.update()
             took.append(time.perf_counter() - began)
         return statistics.median(took)

@@ -62,7 +62,7 @@ class Side:
             for x, y in step:
                 wait += time.perf_counter() - at
                 loss = nn.functional.cross_entropy(self.model(x), y, reduction="sum")
-                step.backward(loss, count=len(y))
+                step.backward(loss, count=len(y), reduction="sum")
                 at = time.perf_counter()
             wait += time.perf_counter() - at
             step.update()

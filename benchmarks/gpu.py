@@ -107,7 +107,9 @@ def paceline_loop(job: Any, name: str) -> Iterator[None]:
     for step in training.steps(until=1 << 30):
         for x, y in step:
             loss = F.cross_entropy(model(x), y.flatten(), reduction="sum")
-            step.backward(loss / (y[0].numel() if y.dim() > 1 else 1), count=len(y))
+            step.backward(
+                loss / (y[0].numel() if y.dim() > 1 else 1), count=len(y), reduction="sum"
+            )
         step.update()
         yield
 

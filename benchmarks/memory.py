@@ -54,7 +54,9 @@ def measure(job: Any, side: str, width: int) -> float:
         batches = paceline.Batches(job, data, global_batch=BATCH * job.world_size)
         for step in paceline.Training(job, model, optimizer, batches).steps(epochs=1):
             for (x,) in step:
-                step.backward(F.mse_loss(model(x), x, reduction="sum"), count=len(x))
+                step.backward(
+                    F.mse_loss(model(x), x, reduction="sum"), count=len(x), reduction="sum"
+                )
             found = pss_mb()
             step.update()
         return found

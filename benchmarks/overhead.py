@@ -107,7 +107,7 @@ def with_paceline(job: Any, data: TensorDataset, *, comm: bool = False) -> Side:
         for step in training.steps(until=steps):
             for x, y in step:
                 loss = F.cross_entropy(model(x), y, reduction="sum")
-                step.backward(loss, count=len(y))
+                step.backward(loss, count=len(y), reduction="sum")
             step.update()
             now = time.perf_counter()
             times.append(now - began)

@@ -102,7 +102,9 @@ def paceline_loop(
                 else contextlib.nullcontext()
             ):
                 out = model(x)
-            step.backward(F.mse_loss(out, y, reduction="sum") / y[0].numel(), count=len(y))
+            step.backward(
+                F.mse_loss(out, y, reduction="sum") / y[0].numel(), count=len(y), reduction="sum"
+            )
         step.update()
         yield
 

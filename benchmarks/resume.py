@@ -49,7 +49,7 @@ def train(training: paceline.Training, began: float) -> None:
     """Train one step, and print the seconds since the start of the launcher."""
     for step in training.steps(until=10**9):
         for (x,) in step:
-            step.backward(training.models[0](x).square().sum(), count=len(x))
+            step.backward(training.models[0](x).square().sum(), count=len(x), reduction="sum")
         step.update()
         # A single write, so that the output of another rank cannot split the line.
         os.write(1, f"took {time.time() - began} after step {step.number - 1}\n".encode())
@@ -60,7 +60,7 @@ def prepare(training: paceline.Training, folder: Path) -> None:
     """Save a checkpoint after two steps, and a copy of it with the position of a late epoch."""
     for step in training.steps(until=2):
         for (x,) in step:
-            step.backward(training.models[0](x).square().sum(), count=len(x))
+            step.backward(training.models[0](x).square().sum(), count=len(x), reduction="sum")
         step.update()
     state = training.state_dict()
     state |= {"step": 2 * LATE, "position": [training.job.seed, LATE, 0]}

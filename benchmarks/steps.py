@@ -105,7 +105,7 @@ def paceline_loop(
     for step in training.steps(until=steps):
         for x, y in step:
             loss = F.mse_loss(model(x), y, reduction="sum") / y[0].numel()
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         step.update()
         yield
 

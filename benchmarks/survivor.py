@@ -74,7 +74,7 @@ def main() -> None:
                 ids += which.tolist()
                 loss = functional.cross_entropy(model(x), y, reduction="sum")
                 at("forward", step.number)
-                step.backward(loss, count=len(y))
+                step.backward(loss, count=len(y), reduction="sum")
                 time.sleep(settings["slow_s"])
             at("update", step.number)
             step.update()

@@ -53,7 +53,7 @@ def main(job):
     for step in training.steps(epochs=EPOCHS):
         for images, labels in step:
             loss = F.cross_entropy(model(images), labels)
-            step.backward(loss, reduction="mean")
+            step.backward(loss)
         step.update(clip_norm=1.0)
         training.log(loss=step.loss)
         if step.ends_epoch:

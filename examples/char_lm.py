@@ -85,7 +85,7 @@ def main() -> None:
             for inputs, targets in step:
                 logits = model(inputs)
                 loss = F.cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum"
+                    logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING
                 )
                 step.backward(loss, count=int((targets != PADDING).sum()))
             step.update(clip_norm=1.0)

@@ -78,7 +78,7 @@ def main() -> None:
             for batch in step:
                 out = model(**batch)
                 tokens = paceline.count_labels(batch["labels"], shifted=True)
-                step.backward(out.loss, count=tokens, reduction="mean")
+                step.backward(out.loss, count=tokens)
             step.update(clip_norm=1.0)
             training.log(loss=step.loss)
 

@@ -107,7 +107,7 @@ def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
 def token_loss(model, batch):
     ids, targets = batch
     logits = model(ids)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return loss, targets.numel()
 
 

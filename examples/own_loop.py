@@ -49,8 +49,7 @@ def main() -> None:
 
         for step in training.steps(epochs=args.epochs):
             for images, labels in step:
-                loss = F.cross_entropy(model(images), labels, reduction="sum")
-                step.backward(loss, count=len(labels))
+                step.backward(F.cross_entropy(model(images), labels))
             step.update(clip_norm=1.0)
             ema.update_parameters(paceline.unwrap(model))
             training.log(loss=step.loss, grad_norm=step.grad_norm)

@@ -25,7 +25,7 @@ def main(job):
     training.report("runs/port", progress=True)
     for step in training.steps(epochs=200):
         for x, y in step:
-            step.backward(cross_entropy(model(x), y), reduction="mean")
+            step.backward(cross_entropy(model(x), y))
         step.update()
         training.log(loss=step.loss)
 

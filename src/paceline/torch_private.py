@@ -189,6 +189,12 @@ NAMES = (
         of_objects=True,
     ),
     PrivateName(
+        "torch.autograd.graph.Node._saved_other",
+        why="nothing else in a loss tells by what its last operation divided",
+        without="a mean that is divided by the number of ranks is not reported",
+        of_objects=True,
+    ),
+    PrivateName(
         "torch.autograd.graph.Node._saved_total_weight",
         why="nothing else tells by what the mean of `cross_entropy` was divided",
         without="a mean over another number than the count is not refused",

@@ -26,7 +26,7 @@ def loss_sum(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def backwards(training: Any, step: Any) -> None:
     for batch in step:
-        step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+        step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
 
 
 def weights_of(*models: nn.Module) -> list[float]:

@@ -196,7 +196,7 @@ def _train(training: paceline.Training, before: Any = lambda step: None, **how: 
         before(step)
         for x, y in step:
             loss = F.mse_loss(training.models[0](x), y, reduction="sum")
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         step.update()
         found.append(_tensors(training.models[0], optimizer))
     return found
@@ -273,7 +273,7 @@ def _poisoned(job: Any, folder: str) -> None:
     for step in training.steps():  # without end, so that nothing but the control word can tell
         for x, y in step:
             loss = F.mse_loss(training.models[0](x), y, reduction="sum")
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         step.update()
         if step.number == 6:
             frozen = nn.Parameter(torch.tensor([1.0, float("nan")]), requires_grad=False)
@@ -312,7 +312,7 @@ def _rolled_back(job: Any, folder: str) -> Any:
     for step in training.steps(until=8):
         for x, y in step:
             loss = F.mse_loss(training.models[0](x), y, reduction="sum")
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         step.update()
         if step.number == 6:
             training.save()

@@ -67,7 +67,7 @@ def _train(job: Any, folder: str, wrap: str) -> dict[str, Any]:
             patch.setattr(StepClock, name, _stamped(getattr(StepClock, name), times))
         for step in training.steps(epochs=STEPS // 2):
             for x, y in step:
-                step.backward(loss_fn(wrapped(x), y), count=len(x))
+                step.backward(loss_fn(wrapped(x), y), count=len(x), reduction="sum")
             step.update()
             time.sleep(PLANTED["other"])
             if job.rank == job.world_size - 1:
@@ -128,7 +128,7 @@ def _train_gpt(job: Any, folder: str) -> None:
     training = paceline.Training(job, model, optimizer, batches, count="tokens")
     training.report(folder)
     for step in training.steps(until=STEPS):
-        step.run(lambda batch: small_gpt.token_loss(model, batch))
+        step.run(lambda batch: small_gpt.token_loss(model, batch), reduction="sum")
         step.update()
 
 
@@ -155,7 +155,7 @@ def _two_loops(job: Any, folder: str) -> int:
     training.report(folder)
     for until in (2, 4):
         for step in training.steps(until=until):
-            step.run(lambda batch: model(batch[0]).sum())
+            step.run(lambda batch: model(batch[0]).sum(), reduction="sum")
             step.update()
     return training.number
 

@@ -78,7 +78,7 @@ def _train(
         if before is not None:
             before(step, checkpoints)
         for x, y in step:
-            step.backward(F.mse_loss(model(x), y, reduction="sum"), count=len(y))
+            step.backward(F.mse_loss(model(x), y, reduction="sum"), count=len(y), reduction="sum")
         step.update()
     return [numbers, *(p.detach().reshape(-1).tolist() for p in model.parameters())]
 

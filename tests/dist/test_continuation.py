@@ -151,7 +151,9 @@ def _counts(job: Any) -> dict[str, tuple[str, str]]:
         training = _training(job)
         for step in training.steps(until=1):
             for batch in step:
-                step.backward(loss_sum(training.models[0], batch), count=COUNTS[kind](batch))
+                step.backward(
+                    loss_sum(training.models[0], batch), count=COUNTS[kind](batch), reduction="sum"
+                )
             step.update()
 
     return refusals(job, train, COUNTS)
@@ -172,7 +174,12 @@ def _norms_of_two_models(job: Any) -> tuple[list[str], list[bool]]:
     for step in training.steps(until=1):
         for batch in step:
             for model, optimizer in zip(models, optimizers, strict=True):
-                step.backward(loss_sum(model, batch), optimizer=optimizer, count=len(batch[1]))
+                step.backward(
+                    loss_sum(model, batch),
+                    optimizer=optimizer,
+                    count=len(batch[1]),
+                    reduction="sum",
+                )
         step.update(optimizers[0], clip_norm=1.0, grad_norms=True)
         clipped.append(step.grad_norm is not None)
         step.update(optimizers[1], grad_norms=True)

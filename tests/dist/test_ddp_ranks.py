@@ -199,7 +199,7 @@ def _few_samples(job: Job, options: dict[str, Any], heads: tuple[int, ...]) -> l
     training = paceline.Training(job, model, optimizer, batches)
     for step in training.steps(epochs=1):
         for (x,) in step:
-            step.backward(model(x, heads).sum(), count=len(x))
+            step.backward(model(x, heads).sum(), count=len(x), reduction="sum")
         step.update()
     return optimizer.seen
 
@@ -343,7 +343,7 @@ def _trained(job: Job, compiled: bool) -> tuple[str, list[str]]:
     training = paceline.Training(job, model, optimizer, batches, precision="bf16")
     for step in training.steps(until=3):
         for (x,) in step:
-            step.backward(model(x).square().sum(), count=len(x))
+            step.backward(model(x).square().sum(), count=len(x), reduction="sum")
         step.update(clip_norm=1.0)
     return digest(net.state_dict()), list(training.state_dict()["models"][0])
 

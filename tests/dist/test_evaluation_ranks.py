@@ -263,7 +263,9 @@ def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:
     batches = paceline.Batches(job, _data(32), global_batch=8)
     for step in paceline.Training(job, model, optimizer, batches).steps(epochs=2):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+            step.backward(
+                F.cross_entropy(model(x), y, reduction="sum"), count=len(y), reduction="sum"
+            )
         step.update()
         paceline.evaluate(job, model, _data(9), _score)
         if step.number == 3:
@@ -295,7 +297,9 @@ def _evaluate_after_a_caught_error(job: Any) -> tuple[bool, list[float]]:
     is_caught, found = False, []
     for step in paceline.Training(job, model, optimizer, batches).steps(epochs=1):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+            step.backward(
+                F.cross_entropy(model(x), y, reduction="sum"), count=len(y), reduction="sum"
+            )
         step.update()
         if step.number == 2 and job.rank == 0:
             try:

@@ -50,7 +50,7 @@ def _train(job: Any, folder: str) -> None:
     loss_fn = torch.nn.CrossEntropyLoss(reduction="sum")
     for step in training.steps(until=60):
         for x, y in step:
-            step.backward(loss_fn(model(x), y), count=len(x))
+            step.backward(loss_fn(model(x), y), count=len(x), reduction="sum")
         step.update()
 
 

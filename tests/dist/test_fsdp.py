@@ -78,7 +78,7 @@ def _train(
     assert sharded == (job.world_size > 1)
     losses, norms = [], []
     for step in training.steps(until=until):
-        step.run(lambda batch: (loss_sum(model, batch), len(batch[1])))
+        step.run(lambda batch: (loss_sum(model, batch), len(batch[1])), reduction="sum")
         step.update(clip_norm=0.5)
         losses.append(float(step.loss))
         norms.append(float(step.grad_norm))
@@ -242,7 +242,7 @@ def _half_precision(job: Any) -> list[tuple[float, float]]:
     training = paceline.Training(job, model, optimizer, batches, precision="fp16")
     seen = []
     for step in training.steps(until=4):
-        step.run(lambda batch: loss_sum(model, batch))
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         before = _whole(next(model.parameters())).clone()
         if step.number == 2 and job.data.rank == 0:
             local(next(model.parameters()).grad)[0, 0] = torch.inf
@@ -270,7 +270,7 @@ def _bf16_parameters(
     training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     losses = []
     for step in training.steps(until=until):
-        step.run(lambda batch: loss_sum(model, batch).float())
+        step.run(lambda batch: loss_sum(model, batch).float(), reduction="sum")
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
     return dtypes, {p.dtype for p in model.parameters()}, losses
@@ -455,7 +455,7 @@ def _refused(job: Any, kind: str) -> None:
     batches = paceline.Batches(job, data, global_batch=4)
     training = paceline.Training(job, model, optimizer, batches, reproducible=kind == "exact")
     for step in training.steps(until=1):
-        step.run(lambda batch: loss_sum(model, batch))
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         step.update()
 
 

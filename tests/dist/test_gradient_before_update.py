@@ -60,7 +60,7 @@ def _before_update(job: Any, parts: int, precision: str, count: str, exact: bool
         return loss, tokens if count == "tokens" else len(batch[0])
 
     for step in training.steps(until=1):
-        step.run(loss_sum)
+        step.run(loss_sum, reduction="sum")
         scale = training._context.precision.scaler.get_scale()
         gradients = {name: _whole(p.grad) / scale for name, p in net.named_parameters()}
         before = {name: _whole(p) for name, p in net.named_parameters()}
@@ -133,7 +133,7 @@ def _trained_by_two(job: Any, how: str, folder: Path, until: int) -> list[float]
     for step in training.steps(until=until):
         for x, y in step:
             loss = F.cross_entropy(model(x), y, reduction="sum")
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         step.update(clip_norm=0.05)
     return torch.cat([_whole(p).reshape(-1) for p in net.parameters()]).tolist()
 
@@ -180,7 +180,7 @@ def _gan(job: Any, precision: str, count: str) -> list[float]:
                 lambda x=x: critic(generator(x)).float().tanh().sum(),
             )
             for net, optimizer, loss in zip(nets, optimizers, losses, strict=True):
-                step.backward(loss(), count=len(x), optimizer=optimizer)
+                step.backward(loss(), count=len(x), optimizer=optimizer, reduction="sum")
                 scale = training._context.precision.scaler.get_scale()
                 norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), scale)) / scale)
                 step.update(optimizer)
@@ -212,7 +212,7 @@ def _twice(job: Any, kind: str) -> None:
         for x, y in step:
             loss = F.cross_entropy(model(x), y, reduction="sum")
             for optimizer in optimizers:
-                step.backward(loss, count=len(y), optimizer=optimizer)
+                step.backward(loss, count=len(y), optimizer=optimizer, reduction="sum")
         step.update()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import CountError
+from paceline.errors import CountError, LossError
 from paceline.testing import run_ranks
 
 
@@ -71,11 +71,11 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
                         if case.reduction == "mean":
                             step.backward(mean, count=given, reduction="mean")
                         else:
-                            step.backward(loss, count=given)
+                            step.backward(loss, count=given, reduction="sum")
                     elif case.reduction == "mean":
                         step.backward(F.cross_entropy(model(inputs), targets), reduction="mean")
                     else:
-                        step.backward(loss, count=len(targets))
+                        step.backward(loss, count=len(targets), reduction="sum")
                 step.update()
         except CountError:
             optimizer.seen.append([torch.full((1,), -1.0, dtype=dtype)])
@@ -180,3 +180,51 @@ def test_ghosts_and_micro_batches_without_tokens_add_nothing_to_the_gradient() -
             for case, expected, got in zip(_MASKED_CASES, one, ranks, strict=True):
                 # The ranks add the same numbers in another order.
                 assert got == pytest.approx(expected, rel=1e-12), (nproc, case)
+
+
+FORMS: dict[str, Any] = {
+    "mean": F.cross_entropy,
+    "scaled": lambda out, y: 1.0 * F.cross_entropy(out, y),
+    "of a list": lambda out, y: torch.stack([F.cross_entropy(out, y)]).sum(),
+    "by hand": lambda out, y: F.cross_entropy(out, y, reduction="none").sum() / len(y),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "sum by hand": lambda out, y: F.cross_entropy(out, y, reduction="none").sum(),
+}
+
+
+def _with_form(job: Any, form: str, options: dict[str, Any]) -> list[float]:
+    """The gradient of a ragged step, without its micro-batches' counts."""
+    torch.manual_seed(1)
+    model = paceline.ddp(job, nn.Linear(4, 3).double())
+    optimizer = Recording(model.parameters())
+    batches = paceline.Batches(job, make_data(11, torch.float64), global_batch=11, micro_batch=2)
+    training = paceline.Training(job, model, optimizer, batches)
+    for step in training.steps(epochs=1):
+        for x, y in step:
+            step.backward(FORMS[form](model(x), y), **options)
+        step.update()
+    return torch.cat([g.reshape(-1) for g in optimizer.seen[0] if g is not None]).tolist()
+
+
+def _with_each_form(job: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"told": _with_form(job, "sum", {"reduction": "sum"})}
+    for form in FORMS:
+        try:
+            found[form] = _with_form(job, form, {})
+        except LossError:
+            found[form] = "refused"
+            job.settle()
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_loss_is_a_mean_unless_the_user_says_otherwise(nproc: int) -> None:
+    x, y = make_data(11, torch.float64).tensors
+    torch.manual_seed(1)
+    net = nn.Linear(4, 3).double()
+    F.cross_entropy(net(x), y).backward()
+    want = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None]).tolist()
+    for found in run_ranks(_with_each_form, nproc=nproc):
+        assert found.pop("sum") == found.pop("sum by hand") == "refused"
+        for form, got in found.items():
+            assert got == pytest.approx(want, rel=1e-12), form

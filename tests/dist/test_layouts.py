@@ -58,7 +58,7 @@ def _training(job: Any, dtype: torch.dtype, folder: Path | None = None) -> pacel
 
 
 def _run(step: paceline.Step, training: paceline.Training) -> None:
-    step.run(lambda batch: token_loss(training.models[0], batch))
+    step.run(lambda batch: token_loss(training.models[0], batch), reduction="sum")
 
 
 def _first_step(job: Any, dtype: torch.dtype, folder: Path) -> None:

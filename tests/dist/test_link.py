@@ -25,7 +25,9 @@ def _measure(job: Any, folder: str) -> dict[str, float]:
         for step in training.steps():
             for x, y in step:
                 step.backward(
-                    nn.functional.cross_entropy(model(x), y, reduction="sum"), count=len(x)
+                    nn.functional.cross_entropy(model(x), y, reduction="sum"),
+                    count=len(x),
+                    reduction="sum",
                 )
             step.update()
             if job.rank == 0 and "link" in Path(folder, "clock.jsonl").read_text():

@@ -34,7 +34,7 @@ with paceline.join(seed=7) as job:
     training.report(folder, loggers=[logger])
     for step in training.steps(epochs=6):
         for (x,) in step:
-            step.backward(model(x).sum(), count=len(x))
+            step.backward(model(x).sum(), count=len(x), reduction="sum")
         step.update()
         training.log(loss=step.loss)
 """

@@ -43,7 +43,7 @@ def _held_bytes(job: Any) -> int:
 
     optimizer.register_step_pre_hook(measure)
     for step in training.steps(epochs=1):
-        step.run(lambda batch: token_loss(training.models[0], batch))
+        step.run(lambda batch: token_loss(training.models[0], batch), reduction="sum")
         step.update()
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     state = [value for p in parameters for value in optimizer.state[p].values()]

@@ -77,7 +77,7 @@ def _train(
         return (loss, tokens) if count == "tokens" else loss / 10
 
     for step in training.steps(until=until):
-        step.run(loss_fn)
+        step.run(loss_fn, reduction="sum")
         step.update(clip_norm=0.5, grad_norms=True)
         losses.append(float(step.loss))
         norms += [float(step.grad_norm), *(float(norm) for norm in step.grad_norms.values())]
@@ -210,7 +210,7 @@ def _train_masked(job: Any, schedule: str, options: dict[str, bool]) -> list[Any
 
     seen: list[Any] = []
     for step in training.steps(until=3):
-        step.run(loss_fn)
+        step.run(loss_fn, reduction="sum")
         step.update(grad_norms=True)
         seen += [float(step.loss), {name: float(n) for name, n in step.grad_norms.items()}]
     whole = dict(training._context.strategy.whole_state(model))
@@ -270,7 +270,7 @@ def _masks(job: Any) -> tuple[list[Any], list[Any], list[float]]:
     training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
     losses = []
     for step in training.steps(until=2):
-        step.run(lambda batch: model(batch).pow(2).mean(1).sum())
+        step.run(lambda batch: model(batch).pow(2).mean(1).sum(), reduction="sum")
         step.update()
         losses.append(float(step.loss))
     return first.masks, second.masks, losses
@@ -316,7 +316,7 @@ def _layout_run(job: Any, folder: str, until: int, schedule: str = "interleaved"
     training.report(folder)
     losses = []
     for step in training.steps(until=until):
-        step.run(lambda batch: token_loss(model, batch)[0])
+        step.run(lambda batch: token_loss(model, batch)[0], reduction="sum")
         step.update(clip_norm=0.5)
         training.log(loss=step.loss)
         losses.append(float(step.loss))
@@ -560,15 +560,15 @@ def _refused(job: Any, kind: str) -> None:
         if kind == "loop":
             list(step)
         elif kind == "no call":
-            step.run(lambda batch: batch[0].sum())
+            step.run(lambda batch: batch[0].sum(), reduction="sum")
         elif kind == "mean":
-            step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+            step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), reduction="sum")
         elif kind == "penalty":
-            step.run(lambda batch: loss_sum(model, batch) + _squares(model))
+            step.run(lambda batch: loss_sum(model, batch) + _squares(model), reduction="sum")
         elif kind == "distilled":
-            step.run(lambda batch: _distilled(model, batch))
+            step.run(lambda batch: _distilled(model, batch), reduction="sum")
         else:
-            step.run(lambda batch: loss_sum(model, batch))
+            step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         step.update()
 
 
@@ -636,7 +636,7 @@ def _train_small(job: Any, net: nn.Module) -> list[float]:
     training = paceline.Training(job, model, optimizer, batches)
     losses = []
     for step in training.steps(until=3):
-        step.run(lambda batch: loss_sum(model, batch))
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         step.update()
         losses.append(float(step.loss))
     return losses
@@ -721,7 +721,7 @@ def _train_numbered(job: Any, shape_changes: bool) -> tuple[list[float], int]:
 
     losses = []
     for step in training.steps(until=4):
-        step.run(loss_fn)
+        step.run(loss_fn, reduction="sum")
         step.update()
         losses.append(float(step.loss))
     runner = model.__dict__.get(PIPELINE)
@@ -801,7 +801,7 @@ def _train_halving(job: Any, cases: list[tuple[Any, str]]) -> list[list[float]]:
 
         losses = []
         for step in training.steps(until=3):
-            step.run(loss_fn)
+            step.run(loss_fn, reduction="sum")
             step.update()
             losses.append(float(step.loss))
         score = paceline.evaluate(
@@ -913,7 +913,7 @@ def _train_padded(job: Any) -> tuple[list[float], set[torch.dtype]]:
 
     losses = []
     for step in training.steps(until=4):
-        step.run(loss_fn)
+        step.run(loss_fn, reduction="sum")
         step.update()
         losses.append(float(step.loss))
     runner = model.__dict__.get(PIPELINE)
@@ -963,7 +963,7 @@ LAST = {
     ),
     "no gradients": (ConfigError, "`forward` calls third without gradients"),
     "replaced": (ConfigError, "last was replaced after paceline.pipeline"),
-    "mean": (LossError, "the loss is a mean over the samples"),
+    "mean": (LossError, "the loss is a mean"),
     "distilled": (StepError, "called the model twice for one micro-batch"),
     "penalty": (StepError, "computes with third.weight, third.bias, last.weight, last.bias itself"),
     "cause": (RuntimeError, "an error of the user"),
@@ -983,7 +983,7 @@ def _drift(job: Any) -> None:
     batches = paceline.Batches(job, make_tokens(8), global_batch=4)
     training = paceline.Training(job, model, optimizer, batches, desync_every=1)
     for step in training.steps(until=4):
-        step.run(lambda batch: token_loss(model, batch)[0])
+        step.run(lambda batch: token_loss(model, batch)[0], reduction="sum")
         step.update()
         if step.number == 3 and job.rank == 3:
             with torch.no_grad():
@@ -1003,7 +1003,7 @@ def _bf16(job: Any) -> list[float]:
     training = paceline.Training(job, model, optimizer, batches, precision="bf16")
     losses = []
     for step in training.steps(until=9):
-        step.run(lambda batch: token_loss(model, batch)[0])
+        step.run(lambda batch: token_loss(model, batch)[0], reduction="sum")
         step.update()
         losses.append(float(step.loss))
 

@@ -70,7 +70,7 @@ def _loop(
     for step in training.steps(**how):
         for x, y in step:
             loss = loss_sum(training.models[0], (x, y))
-            step.backward(loss * (grow if step.number == 4 else 1.0), count=len(y))
+            step.backward(loss * (grow if step.number == 4 else 1.0), count=len(y), reduction="sum")
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
         if forwards:
@@ -158,7 +158,7 @@ def _redone(job: Any) -> list[int]:
         for x, y in step:
             asked[-1] += 1
             loss = loss_sum(training.models[0], (x, y))
-            step.backward(loss * (1e6 if step.number == 3 else 1), count=len(y))
+            step.backward(loss * (1e6 if step.number == 3 else 1), count=len(y), reduction="sum")
         step.update()
     return asked
 
@@ -176,7 +176,7 @@ def _scaled_in_place(job: Any, in_place: bool) -> list[float]:
     for step in training.steps(until=3):
         for x, y in step:
             x = x.mul_(0.5) if in_place else x * 0.5
-            step.backward(loss_sum(training.models[0], (x, y)), count=len(y))
+            step.backward(loss_sum(training.models[0], (x, y)), count=len(y), reduction="sum")
         step.update()
         losses.append(float(step.loss))
     return losses
@@ -285,7 +285,7 @@ def _grow_the_trained_set(job: Any, reproducible: bool) -> tuple[str, list[float
         for batch in step:
             if step.number > 1:
                 net.train()
-            step.backward(loss_sum(model, batch), count=len(batch[1]))
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
         step.update()
     state = net.state_dict()
     return digest(state), state["0.weight"].flatten().tolist(), int(net[1].num_batches_tracked)
@@ -334,7 +334,7 @@ def _thaws(job: Any, begin: int, end: int, state: Any, first: range, second: ran
         training.load_state_dict(state)
     for step in training.steps(until=end):
         freeze(step.number)
-        step.run(lambda batch: loss_sum(net, batch))
+        step.run(lambda batch: loss_sum(net, batch), reduction="sum")
         step.update()
     return training.state_dict()
 
@@ -419,7 +419,7 @@ def _host_reads(job: Any, model: nn.Module, micro_batch: int) -> int:
         reads = 0
         torch.Tensor.tolist = counted  # type: ignore[method-assign]
         try:
-            step.run(lambda batch: loss_sum(model, batch))
+            step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         finally:
             torch.Tensor.tolist = tolist  # type: ignore[method-assign]
         step.update()
@@ -458,7 +458,7 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "update in the loop":
         for step in training.steps(until=1):
             for batch in step:
-                step.backward(loss_sum(model, batch), count=len(batch[0]))
+                step.backward(loss_sum(model, batch), count=len(batch[0]), reduction="sum")
                 step.update()
     _loop(training, grow=math.nan if kind == "nan" and job.rank == 0 else 1.0, until=5)
 

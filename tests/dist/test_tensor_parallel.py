@@ -86,7 +86,7 @@ def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
     )
     losses, norms = [], []
     for step in training.steps(until=until):
-        step.run(lambda batch: token_loss(model, batch))
+        step.run(lambda batch: token_loss(model, batch), reduction="sum")
         step.update(clip_norm=0.5)
         losses.append(float(step.loss))
         norms.append(float(step.grad_norm))
@@ -371,7 +371,7 @@ def _refused(job: Any, kind: str) -> None:
         reproducible=kind == "exact",
     )
     for step in training.steps(until=1):
-        step.run(lambda batch: token_loss(net, batch))
+        step.run(lambda batch: token_loss(net, batch), reduction="sum")
         step.update()
 
 

@@ -134,8 +134,10 @@ def _gan(job: Any) -> list[float]:
             fake = generator(real[:, :2])
             good, bad = critic(real), critic(fake.detach())
             loss = (F.softplus(-good) + F.softplus(bad)).sum()
-            step.backward(loss, count=len(real), optimizer=opt_c)
-            step.backward(F.softplus(-critic(fake)).sum(), count=len(real), optimizer=opt_g)
+            step.backward(loss, count=len(real), optimizer=opt_c, reduction="sum")
+            step.backward(
+                F.softplus(-critic(fake)).sum(), count=len(real), optimizer=opt_g, reduction="sum"
+            )
         step.update(opt_c)
         step.update(opt_g)
     return weights_of(*training.models)
@@ -148,7 +150,7 @@ def _extra_forward(job: Any, where: str) -> list[float]:
         for batch in step:
             if where == "before":
                 model(batch[0])
-            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
             if where == "after":
                 model(batch[0]).argmax(1)
         step.update()
@@ -178,7 +180,7 @@ def _ghosts(job: Any) -> tuple[list[bool], int]:
         for batch in step:
             ghosts.append(step.is_ghost)
             real += 0 if step.is_ghost else len(batch[1])
-            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
         step.update()
     assert norm.training
     assert int(norm.num_batches_tracked) == ghosts.count(False)
@@ -195,9 +197,12 @@ def _loop_and_run(job: Any) -> list[str]:
             if kind == "loop":
                 backwards(training, step)
             elif kind == "sum":
-                step.run(partial(loss_sum, model))
+                step.run(partial(loss_sum, model), reduction="sum")
             else:
-                step.run(lambda batch, model=model: (loss_sum(model, batch), len(batch[1])))
+                step.run(
+                    lambda batch, model=model: (loss_sum(model, batch), len(batch[1])),
+                    reduction="sum",
+                )
             step.update(clip_norm=1.0)
         found.append(digest(weights_of(*training.models)))
     return found
@@ -377,7 +382,7 @@ def _state_after_leaving(job: Any, kind: str) -> dict[str, Any]:
             loss = loss_sum(model, batch)
             if at == 1 or kind == "reproducible":
                 break
-            step.backward(loss, count=len(batch[1]))
+            step.backward(loss, count=len(batch[1]), reduction="sum")
         break
     return {
         "autocast": torch.is_autocast_enabled("cpu"),
@@ -411,7 +416,9 @@ def _after_a_left_step(job: Any, leaves: bool) -> list[float]:
     if leaves:
         for step in training.steps(until=1):
             for batch in step:
-                step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+                step.backward(
+                    loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum"
+                )
                 break
             break
     _run(training, until=1)
@@ -473,7 +480,7 @@ def _close_an_old_loop(job: Any) -> list[tuple[bool, bool, bool]]:
             old.close()
             records_signals = signal.getsignal(signal.SIGTERM) == notice._note
             found.append((torch.is_autocast_enabled("cpu"), clock.phase != OTHER, records_signals))
-            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
         step.update()
     return found
 
@@ -546,7 +553,7 @@ def _loss_twice(job: Any) -> list[tuple[float, float]]:
     for step in training.steps(epochs=1):
         first = None
         for batch in step:
-            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
             first = float(step.loss) if first is None else first
         step.update()
         assert first is not None
@@ -818,14 +825,12 @@ def _each(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 WRONG = {
     "mean": "LossError",
     "mean of losses": "LossError",
-    "mean and a penalty": "LossError",
     "mean of tokens": "LossError",
     "sum as mean": "LossError",
     "total as mean": "LossError",
     "class weights as mean": "LossError",
     "ignored as mean": "LossError",
     "reduction": "LossError",
-    "no count": "CountError",
     "tokens as mean without a count": "CountError",
     "vector": "LossError",
     "constant": "LossError",
@@ -862,7 +867,6 @@ WRONG = {
 _LOSSES: dict[str, Any] = {
     "mean": _mean,
     "mean of tokens": _mean,
-    "mean and a penalty": lambda out, y: _mean(out, y) + 0.0 * out.detach().sum(),
     "mean of losses": lambda out, y: _each(out, y).mean(),
     "sum as mean": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
     "total as mean": lambda out, y: _each(out, y).sum(),
@@ -905,9 +909,9 @@ def _wrong(job: Any, kind: str) -> None:
         training.report(flops="3")  # type: ignore[arg-type]
     for step in training.steps(epochs=3 if kind == "late reduction" else 1):
         if kind == "run that returns three":
-            step.run(lambda batch: (loss_sum(training.models[0], batch), 1, 2))
+            step.run(lambda batch: (loss_sum(training.models[0], batch), 1, 2), reduction="sum")
         if kind.startswith("run "):
-            step.run(lambda batch: loss_sum(training.models[0], batch))
+            step.run(lambda batch: loss_sum(training.models[0], batch), reduction="sum")
         for x, y in step:
             n: Any = {"count": len(y) + 1, "negative tokens": -1, "zero tokens": 0}.get(
                 kind, len(y)
@@ -917,14 +921,14 @@ def _wrong(job: Any, kind: str) -> None:
             if kind == "mean of tokens":
                 n = (y >= 0).sum()
             loss = _LOSSES.get(kind, lambda out, y: _each(out, y).sum())(training.models[0](x), y)
-            if kind == "no count" or "as mean" in kind:
-                step.backward(loss, reduction="mean" if "mean" in kind else "sum")
+            if "as mean" in kind:
+                step.backward(loss)
             elif kind != "forgotten":
                 is_wrong = kind == "reduction" or (kind == "late reduction" and step.number > 3)
                 reduction: Any = "median" if is_wrong else "sum"
                 step.backward(loss, count=n, reduction=reduction)
             if kind == "twice":
-                step.backward(loss_sum(training.models[0], (x, y)), count=n)
+                step.backward(loss_sum(training.models[0], (x, y)), count=n, reduction="sum")
             if kind == "inner break":
                 break
         if kind != "no update":
@@ -984,10 +988,15 @@ def _two_optimizers(job: Any, how: str) -> list[Any]:
     for step in training.steps(epochs=2):
         for x, _ in step if how == "loop" else [step.batch]:
             fake = generator(x).detach()
-            step.backward((critic(x) - critic(fake)).sum(), count=len(x), optimizer=optimizers[0])
+            step.backward(
+                (critic(x) - critic(fake)).sum(),
+                count=len(x),
+                optimizer=optimizers[0],
+                reduction="sum",
+            )
             step.update(optimizers[0])
             loss = -critic(generator(x)).sum()
-            step.backward(loss, count=len(x), optimizer=optimizers[1])
+            step.backward(loss, count=len(x), optimizer=optimizers[1], reduction="sum")
             step.update(optimizers[1])
     return [weights_of(critic), weights_of(generator)]
 
@@ -1081,7 +1090,7 @@ def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]
             if reduction == "mean":
                 step.backward(loss, reduction="mean")
             else:
-                step.backward(loss / length, count=len(y))
+                step.backward(loss / length, count=len(y), reduction="sum")
         step.update()
         losses.append(float(step.loss))
     return losses
@@ -1166,7 +1175,7 @@ def _change(job: Any, kind: str) -> None:
             loss = loss_sum(model, batch)
             if kind == "add" and step.number >= 5:
                 loss = loss * net.first.extra.sum()
-            step.backward(loss, count=len(batch[1]))
+            step.backward(loss, count=len(batch[1]), reduction="sum")
         step.update()
 
 
@@ -1192,7 +1201,7 @@ def _not_finite(job: Any, kind: str) -> None:
                 loss = loss + (weight * 0).abs().sqrt().sum()  # finite, with a gradient of NaN
             elif step.number == 5 and job.rank == job.world_size - 1:
                 loss = loss * float("nan")
-            step.backward(loss, count=len(batch[1]))
+            step.backward(loss, count=len(batch[1]), reduction="sum")
         step.update(clip_norm=1.0 if kind == "clipped loss" else None)
 
 
@@ -1282,7 +1291,7 @@ def _infinite_mask(job: Any, folder: str) -> int:
     training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     for step in training.steps(until=2):
         for batch in step:
-            step.backward(loss_sum(model, batch), count=len(batch[1]))
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
         step.update()
     return training.number
 
@@ -1295,7 +1304,7 @@ def _diverged_statistics(job: Any, folder: str) -> None:
     training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     for step in training.steps(until=2):
         for batch in step:
-            step.backward(loss_sum(model, batch), count=len(batch[1]))
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
         step.update()
         paceline.unwrap(model)[1].running_var.fill_(math.inf)
 
@@ -1343,9 +1352,9 @@ def _dtypes_of_two_optimizers(job: Any) -> set[str]:
         for x, _ in step:
             fake = generator(x)
             first = critic(fake.detach())
-            step.backward(first.sum(), count=len(x), optimizer=optimizers[0])
+            step.backward(first.sum(), count=len(x), optimizer=optimizers[0], reduction="sum")
             second = critic(fake)  # without autocast it raises: fake is bf16, the weights are fp32
-            step.backward(second.sum(), count=len(x), optimizer=optimizers[1])
+            step.backward(second.sum(), count=len(x), optimizer=optimizers[1], reduction="sum")
             seen |= {str(out.dtype) for out in (fake, first, second)}
             seen.add(f"autocast after the last backward: {torch.is_autocast_enabled('cpu')}")
         for optimizer in optimizers:

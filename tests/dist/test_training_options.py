@@ -266,9 +266,11 @@ def _gan(job: Any, folder: str, until: int, reproducible: bool, count: str) -> d
         for x, _ in step:
             if trains_generator:
                 fake = critic(generator(x[:, :2]))
-                step.backward(-fake.sum(), count=len(x), optimizer=optimizers[0])
+                step.backward(-fake.sum(), count=len(x), optimizer=optimizers[0], reduction="sum")
             value = critic(generator(x[:, :2]).detach()) - critic(x)
-            step.backward(value.tanh().sum(), count=len(x), optimizer=optimizers[1])
+            step.backward(
+                value.tanh().sum(), count=len(x), optimizer=optimizers[1], reduction="sum"
+            )
         for optimizer in optimizers:
             if trains_generator or optimizer is optimizers[1]:
                 step.update(optimizer)
@@ -316,7 +318,10 @@ def _wrong_skip(job: Any, kind: str) -> None:
             if kind == "late":
                 step.skip(optimizers[0])
             step.backward(
-                models[1](x).sum(), count=len(x), optimizer=optimizers[kind != "backward"]
+                models[1](x).sum(),
+                count=len(x),
+                optimizer=optimizers[kind != "backward"],
+                reduction="sum",
             )
         step.update(optimizers[0])
 
@@ -352,7 +357,7 @@ def _overflow(job: Any) -> list[float]:
             for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 factor = 1000.0 if step.number == 1 and number == 0 else 0.01
                 loss = factor * model(x).float().sum()
-                step.backward(loss, count=len(x), optimizer=optimizer)
+                step.backward(loss, count=len(x), optimizer=optimizer, reduction="sum")
         for optimizer in optimizers:
             step.update(optimizer)
     return [optimizer.param_groups[0]["lr"] for optimizer in optimizers]

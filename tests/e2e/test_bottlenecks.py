@@ -70,7 +70,7 @@ with paceline.join(timeout_s=60) as job:
     began = time.perf_counter()
     for step in training.steps():
         for x in step:
-            step.backward(model(x).sum(), count=len(x))
+            step.backward(model(x).sum(), count=len(x), reduction="sum")
         step.update()
         if time.perf_counter() > began + seconds:
             step.stop()

@@ -29,7 +29,7 @@ with paceline.join(seed=1, timeout_s=30) as job:
     ballast = os.path.join(folder, "ballast")
     for step in training.steps(until=8):
         for (x,) in step:
-            step.backward(model(x).square().sum(), count=len(x))
+            step.backward(model(x).square().sum(), count=len(x), reduction="sum")
         step.update()
         if job.rank == 0 and step.number == int(os.environ.get("FILL_AT", -1)):
             before = os.path.join(folder, f"step-{step.number - 1}")

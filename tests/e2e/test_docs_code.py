@@ -81,7 +81,7 @@ def start(job, **options):
 """
 JOB = "job = paceline.join(seed=7)\n"
 PARTS = JOB + "model, optimizer, batches, training = start(job)\n"
-BACKWARD = "for x, y in step: step.backward(F.cross_entropy(model(x), y), reduction='mean')"
+BACKWARD = "for x, y in step: step.backward(F.cross_entropy(model(x), y))"
 STEP = BACKWARD + "\nstep.update()"
 IN_STEP = "for step in training.steps(epochs=1):\n    " + BACKWARD + "\n    "
 TWO_MODELS = """
@@ -90,8 +90,8 @@ opt_c = torch.optim.SGD(critic.parameters(), lr=0.1)
 opt_g = torch.optim.SGD(generator.parameters(), lr=0.1)
 batches = paceline.Batches(job, TensorDataset(torch.randn(64, 20)), global_batch=16)
 """
-LOSSES = """critic_loss = (critic(real) - critic(generator(real).detach())).sum()
-generator_loss = critic(generator(real)).sum()"""
+LOSSES = """critic_loss = (critic(real) - critic(generator(real).detach())).mean()
+generator_loss = critic(generator(real)).mean()"""
 
 # By page: its Python blocks in order. The blocks of a page share their names.
 ONE_PROCESS: dict[str, list[Run | NotRun]] = {
@@ -175,10 +175,6 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             + "correct = 0\nfor step in training.steps(epochs=1):\n    # block\n    step.update()"
         ),
         Run("model, optimizer, batches, training = start(job)\n# block"),
-        Run(
-            "model, optimizer, batches, training = start(job)\n"
-            "for step in training.steps(epochs=1):\n    for x, y in step:\n        # block\n    step.update()"
-        ),
         Run("model, optimizer, batches, training = start(job)\n# block\nassert step.number == 40"),
         Run("model, optimizer, batches, training = start(job)\n" + IN_STEP + "# block"),
         Run(
@@ -201,6 +197,11 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             "    model, optimizer, batches, training = start(job, checkpoints=saves)\n"
             "    # block\n"
             "    assert training.number == 16, training.number"
+        ),
+        Run(
+            "model, _, batches, _ = start(job)\n"
+            "muon = torch.optim.SGD([model.weight], lr=0.1)\n"
+            "adamw = torch.optim.AdamW([model.bias], lr=0.1)\n# block\nassert step.number == 40"
         ),
         Run(TWO_MODELS + "# block\nassert step.number == 40", dots=LOSSES),
         Run(

@@ -263,7 +263,7 @@ with paceline.join() as job:
     )
     for step in training.steps(epochs=1):
         print("step", step.number, flush=True)
-        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum(), reduction="sum")
         step.update()
 """
 

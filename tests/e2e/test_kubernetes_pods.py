@@ -44,7 +44,7 @@ with paceline.join(seed=3, device="cpu") as job:
     )
     for step in training.steps(epochs=4):
         for x, y in step:
-            step.backward((model(x) - y).square().sum(), count=len(x))
+            step.backward((model(x) - y).square().sum(), count=len(x), reduction="sum")
         step.update()
         with open(f"steps{job.rank}", "a") as file:
             file.write(f"{step.number} {os.uname().nodename}\\n")

@@ -54,7 +54,7 @@ def train(job):
     training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.01), batches)
     for step in training.steps(epochs=100):
         for a, b in step:
-            step.backward((model(a) - b).square().sum(), count=len(b))
+            step.backward((model(a) - b).square().sum(), count=len(b), reduction="sum")
         step.update()
         if job.rank == 1 and step.number == 5:
             if how == "raise":
@@ -81,7 +81,7 @@ with paceline.join(device="cpu", timeout_s=30) as job:
     training = paceline.Training(job, model, optimizer, batches, reproducible=True)
     for step in training.steps(epochs=2):
         for a, b in step:
-            step.backward((model(a) - b).square().sum(), count=len(b))
+            step.backward((model(a) - b).square().sum(), count=len(b), reduction="sum")
         step.update()
     os.write(1, f"weights {digest(paceline.unwrap(model).state_dict())}{chr(10)}".encode())
 """

@@ -39,7 +39,7 @@ with paceline.join() as job:
     training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 0.01), batches)
     training.report(loggers=[prometheus])
     for step in training.steps():
-        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum(), reduction="sum")
         step.update()
         training.log(loss=step.loss)
         time.sleep(0.002)
@@ -153,7 +153,7 @@ def _train(loggers: list[Any]) -> None:
         training = paceline.Training(job, model, optimizer, batches)
         training.report(loggers=loggers)
         for step in training.steps(until=20):
-            step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+            step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum(), reduction="sum")
             step.update()
             training.log(loss=step.loss)
 

@@ -51,7 +51,7 @@ with paceline.join(seed=3, device="cpu", timeout_s=30) as job:
         loop = training.steps(epochs=5)  # still there when the job is left
         for step in loop:
             for x, y in step:
-                step.backward((model(x) - y).square().sum(), count=len(x))
+                step.backward((model(x) - y).square().sum(), count=len(x), reduction="sum")
             step.update()
             if step.number == 7 and os.environ.get("EVALUATE"):
                 paceline.evaluate(job, model, data, score, micro_batch=1)

@@ -52,7 +52,7 @@ with paceline.join(backend="gloo") as job:
     training.report("run")
     for step in training.steps(until=24):
         for x in step:
-            step.backward(model(x).sum(), count=len(x))
+            step.backward(model(x).sum(), count=len(x), reduction="sum")
         step.update()
         if step.number == 4:
             clock.take()  # the clock counts from here on, as the profiler does

@@ -41,7 +41,7 @@ def train(config):
         for step in training.steps(until=config.get("until", 12)):
             for x, y in step:
                 loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-                step.backward(loss, count=len(y))
+                step.backward(loss, count=len(y), reduction="sum")
             step.update()
             if config.get("error") == step.number and job.rank == 1:
                 raise ValueError("sample 17 is damaged")

@@ -30,7 +30,7 @@ with paceline.join(seed=1, device="cpu") as job:
     training = paceline.Training(job, model, optimizer, batches)
     for step in training.steps(epochs=1):
         for (x,) in step:
-            step.backward(model(x).square().sum(), count=len(x))
+            step.backward(model(x).square().sum(), count=len(x), reduction="sum")
         if step.number == 3 and job.rank == 1:
             raise OSError("bad sample")
         if step.number == 3:

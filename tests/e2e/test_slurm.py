@@ -34,7 +34,7 @@ with paceline.join(seed=3, device="cpu", timeout_s=40) as job:
     )
     for step in training.steps(epochs=5):
         for x, y in step:
-            step.backward((model(x) - y).square().sum(), count=len(x))
+            step.backward((model(x) - y).square().sum(), count=len(x), reduction="sum")
         step.update()
         with open(f"steps{job.rank}", "a") as file:
             file.write(f"{step.number} {os.environ.get('SLURM_RESTART_COUNT', 0)} {os.getpid()}\\n")

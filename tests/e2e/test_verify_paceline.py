@@ -37,7 +37,7 @@ with paceline.join(seed=3) as job:
         for x, y in step:
             loss = (model(x).squeeze(1) - y).square().sum()
             {loss}
-            step.backward(loss, count=len(y))
+            step.backward(loss, count=len(y), reduction="sum")
         {before}
         step.update()
         {after}

@@ -48,7 +48,7 @@ with paceline.join(seed=1) as job:
     training.report("run", flops=6 * sum(p.numel() for p in net.parameters()))
     for step in training.steps(until=400):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y), reduction="sum")
         step.update()
     print("trained on", job.device)
 """

@@ -46,7 +46,7 @@ def _train(job: Any, precision: str, count: str, workers: int) -> tuple[list[flo
             assert x.device == job.device
             loss = F.cross_entropy(model(x), y, reduction="sum")
             n: Any = len(y) if count == "samples" else (y >= 0).sum()
-            step.backward(loss, count=n)
+            step.backward(loss, count=n, reduction="sum")
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
     result = paceline.evaluate(

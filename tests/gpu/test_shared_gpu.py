@@ -78,7 +78,9 @@ def _train(
     for step in training.steps(until=until):
         for x, y in step:
             assert x.device == job.device
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+            step.backward(
+                F.cross_entropy(model(x), y, reduction="sum"), count=len(y), reduction="sum"
+            )
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
     weights = [local(p) for p in model.parameters()]

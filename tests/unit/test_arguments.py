@@ -81,7 +81,7 @@ def test_jobs_and_steps_are_shown(job: paceline.Job) -> None:
     trained = training(job)
     for step in trained.steps(until=1):
         assert repr(step) == "Step(number=1, epoch=0, num_samples=4)"
-        step.run(lambda batch: trained.models[0](batch[0]).sum())
+        step.run(lambda batch: trained.models[0](batch[0]).sum(), reduction="sum")
         step.update()
 
 
@@ -91,14 +91,12 @@ def test_signatures_stay() -> None:
     assert paceline.evaluate.__doc__
 
 
-def test_a_loss_without_count_and_its_value(job: paceline.Job) -> None:
+def test_the_value_of_a_loss(job: paceline.Job) -> None:
     trained = training(job)
     for step in trained.steps(until=1):
         for x, _ in step:
             loss = trained.models[0](x).mean() + 3.0
-            with pytest.raises(paceline.CountError, match='pass reduction="mean"'):
-                step.backward(loss)
-            step.backward(loss, reduction="mean")
+            step.backward(loss)
         step.update()
         assert step.loss.item() == float(step.loss) == loss.item()
         assert "float()" in repr(step.loss)

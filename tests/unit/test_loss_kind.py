@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline import log
+from paceline.errors import LossError
 from paceline.parallel.loss_graph import discard_gradients
 from paceline.training.weight import (
-    _is_mean,
     as_sum,
     check_count,
+    check_loss,
     has_no_gradient,
     reported_count,
+    warn_divided_mean,
 )
 
 COUNT = 8
@@ -23,28 +26,55 @@ WEIGHTS = torch.randn(COUNT, 3, requires_grad=True)
 TARGETS = torch.arange(COUNT) % 3
 
 
+LOSSES: dict[str, Any] = {
+    "mean": lambda: F.cross_entropy(OUT, TARGETS),
+    "scaled mean": lambda: 1.0 * F.cross_entropy(OUT, TARGETS),
+    "mean of one mean": lambda: torch.stack([F.cross_entropy(OUT, TARGETS)]).sum(),
+    "mean and a penalty": lambda: F.cross_entropy(OUT, TARGETS) + WEIGHTS.pow(2).sum(),
+    "sum divided by the count": lambda: (OUT**2).sum() / COUNT,
+    "mean of squares": lambda: (OUT**2).mean(),
+    "mean of means": lambda: (OUT**2).mean(1).mean(),
+    "sum": lambda: F.cross_entropy(OUT, TARGETS, reduction="sum"),
+    "sum of squares": lambda: F.mse_loss(OUT, OUT.detach() + 1, reduction="sum"),
+    "sum of losses": lambda: F.cross_entropy(OUT, TARGETS, reduction="none").sum(),
+    "sum of rows": lambda: (OUT**2).mean(1).sum(0),
+    "sum of all": lambda: (OUT**2).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_sum_is_not_taken_for_a_mean(kind: str) -> None:
+    loss = LOSSES[kind]()
+    if kind == "sum" or (kind.startswith("sum ") and "divided" not in kind):
+        with pytest.raises(LossError, match="the loss is a sum"):
+            check_loss(loss, COUNT, "mean", str)
+        check_loss(loss, COUNT, "sum", str)
+    else:
+        check_loss(loss, COUNT, "mean", str)
+
+
+@pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means"])
+def test_a_mean_is_not_taken_for_a_sum(kind: str) -> None:
+    with pytest.raises(LossError, match="the loss is a mean"):
+        check_loss(LOSSES[kind](), COUNT, "sum", str)
+
+
 @pytest.mark.parametrize(
-    ("loss", "is_mean"),
-    [
-        (lambda: F.cross_entropy(OUT, TARGETS), True),
-        (lambda: F.cross_entropy(OUT, TARGETS) + WEIGHTS.pow(2).mean(), True),
-        (lambda: (OUT**2).mean(), True),
-        (lambda: (OUT**2).mean(1).mean(), True),
-        (lambda: F.cross_entropy(OUT, TARGETS, reduction="sum"), False),
-        (lambda: F.cross_entropy(OUT, TARGETS, reduction="sum") + WEIGHTS.pow(2).mean(), False),
-        (lambda: (OUT**2).sum(0).mean(), False),  # a mean over as many features as samples
-        (lambda: (OUT**2).sum(), False),
-    ],
+    ("divisor", "ranks", "is_said"),
+    [(2, 2, True), (torch.tensor(3.0), 3, True), (2, 1, False), (4, 2, False)],
 )
-def test_the_kind_of_a_loss(loss: Any, is_mean: bool) -> None:
-    assert _is_mean(loss().grad_fn, COUNT) == is_mean
-
-
-def test_a_loss_may_be_a_sum_of_thousands_of_terms() -> None:
-    total = OUT.exp().max()
-    for _ in range(5000):
-        total = total + OUT.exp().max()
-    assert not _is_mean(total.grad_fn, COUNT)
+def test_a_mean_that_is_divided_by_the_number_of_ranks_is_said(
+    divisor: Any, ranks: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "once", said.append)
+    for loss in (F.cross_entropy(OUT, TARGETS) / divisor, (OUT**2).mean() / divisor):
+        said.clear()
+        warn_divided_mean(loss, ranks)
+        assert bool(said) == is_said
+    said.clear()
+    warn_divided_mean((OUT**2).sum() / divisor, ranks)
+    assert not said
 
 
 NAN = torch.tensor(float("nan"))

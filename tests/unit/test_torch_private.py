@@ -30,6 +30,7 @@ def test_the_installed_torch_has_it(name: torch_private.PrivateName) -> None:
         linear = torch.ones(2, 3, requires_grad=True)
         objects = (
             linear.log_softmax(1).mean(),
+            linear.mean() / 2,
             nn.functional.cross_entropy(linear, torch.ones(2).long(), weight=torch.ones(3)),
             nn.functional.mse_loss(linear, torch.ones(2, 3)),
         )

@@ -225,7 +225,7 @@ class Step:
             raise self._error(
                 "`step.batch` cannot stand for the loop over micro-batches.",
                 why=why,
-                fix="write the loop: `for batch in step: ... step.backward(loss, count=n)`.",
+                fix="write the loop: `for batch in step: ... step.backward(loss)`.",
             )
         self._begin_micro_batches()
         clock.enter(DATA)
@@ -316,7 +316,7 @@ class Step:
             record.is_skipped = True
             self._num_not_updated -= 1
 
-    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
+    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "mean") -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
 
         Args:
@@ -377,7 +377,7 @@ class Step:
         loss: torch.Tensor,
         *,
         count: int | torch.Tensor | None = None,
-        reduction: Reduction = "sum",
+        reduction: Reduction = "mean",
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Add the gradient of a micro-batch; the last one sums the gradients of all ranks.
@@ -386,18 +386,18 @@ class Step:
         loss scale in fp16. With `reproducible=True` that holds after the loop over micro-batches.
 
         Args:
-            loss: Shape (): the sum, or the mean, of the losses over the samples (or tokens) of this
-                micro-batch.
-            count: The number of samples (or tokens) in the loss; 0 tokens are legal in one micro-batch. None
-                is only for a mean over the samples: then it is the number of samples of the micro-batch.
-            reduction: "sum" or "mean": what the loss is over its `count` samples or tokens.
+            loss: Shape (): the mean of the losses over the samples (or tokens) of this micro-batch, as
+                torch's loss functions return it.
+            count: With `Training(count="tokens")` the number of tokens in the loss; 0 is legal in one
+                micro-batch. None: the number of samples of the micro-batch.
+            reduction: "mean", or "sum" for a loss that is the sum over its samples or tokens.
             optimizer: With several optimizers: the one that this loss belongs to, as in a GAN; only its
                 parameters are differentiated. None: the loss belongs to all of them.
 
         Raises:
             LossError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
-            CountError: the count is missing, negative or not the number of samples of the micro-batch; the
-                counts of all ranks sum to 0.
+            CountError: the count of tokens is missing or negative, or a count is not the number of samples
+                of the micro-batch; the counts of all ranks sum to 0.
             GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
             StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
 
@@ -460,7 +460,7 @@ class Step:
                 f'reduction must be "sum" or "mean", got {reduction!r}.', where=self._where()
             )
         if count is None:
-            count = weight.default_count(micro.count, context.count_unit, reduction, self._where)
+            count = weight.default_count(micro.count, context.count_unit, self._where)
         elif not isinstance(count, torch.Tensor):
             try:
                 count = operator.index(count)  # numpy's integers too
@@ -468,7 +468,7 @@ class Step:
                 raise CountError(
                     f"count must be an integer or a tensor of shape (), got {count!r}.",
                     where=self._where(),
-                    fix="pass the number of samples, or of tokens, that the loss is a sum over.",
+                    fix="pass the number of tokens in the loss; for samples leave `count` out.",
                 ) from None
         elif count.numel() != 1:
             raise CountError(
@@ -482,6 +482,8 @@ class Step:
             known = int(count) if weight.is_on_host(count) else None
             length = record.trained.sample_length if context.count_unit == "samples" else None
             weight.check_loss(loss, known, reduction, self._where, length)
+            if context.job.rank == 0:
+                weight.warn_divided_mean(loss, context.job.data.size)
         weight.check_count(count, micro.count, context.count_unit, self._where)
         return count
 

@@ -7,7 +7,6 @@ than callbacks write that loop.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -46,7 +45,7 @@ from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step
 from paceline.training.training import Training
-from paceline.training.weight import Reduction
+from paceline.training.weight import Reduction, as_sum
 
 Batch = Any
 Wrap = Callable[[Job, nn.Module], nn.Module]
@@ -102,7 +101,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class PerToken:
-    """A loss function that returns a pair (sum over tokens, number of tokens); tokens have equal weight.
+    """A loss function that returns a pair (mean over tokens, number of tokens); tokens have equal weight.
 
     Raises:
         ConfigError: when it is called, if the function returns no pair.
@@ -117,7 +116,7 @@ class PerToken:
         if not isinstance(result, tuple):
             raise ConfigError(
                 f"the function given to PerToken must return a pair, got {type(result).__name__}.",
-                fix="return (sum over tokens, number of tokens).",
+                fix="return (mean over tokens, number of tokens).",
             )
         return result
 
@@ -148,9 +147,9 @@ class Trainer:
     Args:
         model: A module, or a function without arguments that builds it. The function is called after the
             generators are seeded, so its weights depend on the seed.
-        loss: `loss(output, target)`: the sum over the samples of the batch, or `PerToken(...)` of a function
-            that returns a pair (sum, number of tokens). A torch function with a `reduction` argument gets
-            "sum"; a module may have `reduction="mean"`. The target may have any form. If batches are dicts,
+        loss: `loss(output, target)`: the mean over the samples of the batch, or `PerToken(...)` of a function
+            that returns a pair (mean, number of tokens). A module may have `reduction="sum"`. The target may
+            have any form. If batches are dicts,
             the model gets their entries as keyword arguments, and the loss gets the output and the batch.
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
@@ -204,8 +203,8 @@ class Trainer:
             )
         _refuse_strategy(self.strategy)
         self._callbacks = Callbacks(self.callbacks)
-        self.loss = _summing(self.loss)
-        self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
+        _refuse_loss(self.loss)
+        self._reduction: Reduction = "sum" if _is_sum(self.loss) else "mean"
 
     @checks_arguments
     def fit(
@@ -383,10 +382,8 @@ class Trainer:
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """The score without `Validation.score`: `evaluate` divides a sum by the number of samples."""
         result = self._forward(model, batch)
-        if self._reduction == "mean":
-            loss, count = result if isinstance(result, tuple) else (result, num_rows(batch))
-            result = (loss * count, count)
-        return {"loss": result}
+        loss, count = result if isinstance(result, tuple) else (result, num_rows(batch))
+        return {"loss": (as_sum(loss, count, self._reduction), count)}
 
 
 # Not as a decorator: `dataclass` writes `__init__`.
@@ -435,34 +432,18 @@ def _parts(batch: Batch) -> tuple[Any, ...]:
     return tuple(batch)
 
 
-def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss as a scalar: torch's functions get reduction="sum", its modules keep a sum or a mean."""
-    if isinstance(loss, nn.Module):
-        if getattr(loss, "reduction", "sum") not in ("sum", "mean"):
-            raise ConfigError(
-                f"{type(loss).__name__} has reduction={loss.reduction!r}.",
-                fix=f'{type(loss).__name__}(reduction="sum")',
-            )
-        return loss
-    if isinstance(loss, PerToken):
-        return loss
+def _refuse_loss(loss: Any) -> None:
     if not callable(loss):
         raise ConfigError(
             f"loss must be a function of output and target, got {loss!r}.",
             fix="loss=torch.nn.functional.cross_entropy",
         )
-    try:
-        has_reduction = "reduction" in inspect.signature(loss).parameters
-    except ValueError:
-        name = getattr(loss, "__name__", repr(loss))
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") not in ("sum", "mean"):
         raise ConfigError(
-            f"whether the loss {name} is a sum or a mean is not known.",
-            why="it is a built-in function without a signature.",
-            fix=f'loss=lambda output, target: {name}(output, target, reduction="sum"), or the function of '
-            "torch.nn.functional.",
-        ) from None
-    return partial(loss, reduction="sum") if has_reduction else loss
+            f"{type(loss).__name__} has reduction={loss.reduction!r}.",
+            fix=f"{type(loss).__name__}(), whose loss is the mean.",
+        )
 
 
-def _is_mean(loss: Callable[..., Any]) -> bool:
-    return isinstance(loss, nn.Module) and getattr(loss, "reduction", "sum") == "mean"
+def _is_sum(loss: Callable[..., Any]) -> bool:
+    return isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") == "sum"

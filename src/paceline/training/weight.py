@@ -1,9 +1,9 @@
 """Turns the loss of a micro-batch into its part of the gradient of a step.
 
-A step needs the mean over its N samples or tokens. The user gives a sum, and backward starts from
-`strategy.divisor / N` instead of 1: the strategy divides by its divisor when it sums over ranks, so the
-result is the mean, however samples are split over ranks. For a mean loss, backward starts from `count` times
-that.
+A step needs the mean over its N samples or tokens. The user gives the mean over the `count` of a
+micro-batch, and backward starts from `count * strategy.divisor / N` instead of 1: the strategy divides by its
+divisor when it sums over ranks, so the result is the mean, however samples are split over ranks. For a sum,
+backward starts from `strategy.divisor / N`.
 
 The number of tokens of a step is known only after its last micro-batch. So backward divides by
 `token_divisor`, a power of two near the last total, and after the last backward gradients are multiplied by
@@ -19,14 +19,13 @@ from typing import Any, Literal
 
 import torch
 
-from paceline import torch_private
+from paceline import log, torch_private
 from paceline.errors import CountError, LossError
 from paceline.job import collectives
 from paceline.job.job import Job
 
 Reduction = Literal["sum", "mean"]
 
-_MAX_SUMMANDS = 8  # a loss may be a sum of thousands of terms
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MEAN_REDUCTION = 1
 _SUM_REDUCTION = 2
@@ -79,25 +78,19 @@ def zero_count_error(step: int, where: str = "") -> CountError:
     )
 
 
-def default_count(
-    samples: int, count_unit: str, reduction: Reduction, where: Callable[[], str]
-) -> int:
+def default_count(samples: int, count_unit: str, where: Callable[[], str]) -> int:
     """The count of a loss for which none was given.
 
     Raises:
-        CountError: the loss is a sum, or is weighed by tokens.
+        CountError: the loss is weighed by tokens.
     """
-    if reduction == "mean" and count_unit == "samples":
+    if count_unit == "samples":
         return samples
     raise CountError(
         "the loss has no count.",
         where=where(),
-        why="only a mean over the samples of a micro-batch has a known count."
-        if reduction == "sum"
-        else "the number of tokens of a micro-batch is not known.",
-        fix=f'for a mean loss pass reduction="mean"; for a sum pass count=, the number of {count_unit}.'
-        if reduction == "sum" and count_unit == "samples"
-        else f"pass count=, the number of {count_unit} in the loss.",
+        why='with count="tokens" the number of tokens of a micro-batch is not known.',
+        fix="pass count=, the number of tokens in the loss.",
     )
 
 
@@ -143,9 +136,9 @@ def check_loss(
 ) -> None:
     """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
-    A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
-    `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a mean over
-    their targets is then accepted if each sample has as many as before, ignored ones left out.
+    Its last operation shows it: torch's loss functions, `mean` and `sum` record it. Later scaling is not
+    checked. `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a
+    mean over their targets is then accepted if each sample has as many as before, ignored ones left out.
     """
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
         is_tensor = isinstance(loss, torch.Tensor)
@@ -153,7 +146,7 @@ def check_loss(
         raise LossError(
             f"the loss must be a scalar tensor, got {got}.",
             where=where(),
-            fix="sum the losses over the samples: `loss.sum()`."
+            fix="take the mean over the samples: `loss.mean()`."
             if is_tensor
             else "pass the loss itself, without `.item()`, so that it has a gradient.",
         )
@@ -165,60 +158,71 @@ def check_loss(
         )
     if reduction == "sum" and _is_mean(loss.grad_fn, count):
         raise LossError(
-            "the loss is a mean over the samples; it must be their sum.",
+            'the loss is a mean, and reduction="sum" was given.',
             where=where(),
-            why="`step.backward` divides by the count itself.",
-            fix='use `step.backward(loss, reduction="mean")`, or the sum as the loss.',
+            fix='leave `reduction="sum"` out, or compute the sum.',
         )
     if reduction == "mean":
         _refuse_other_mean(loss.grad_fn, count, where, length)
 
 
-def _is_mean(node: Any, count: int | None, depth: int = _MAX_SUMMANDS) -> bool:
-    """Whether a loss is a mean over samples, as far as its last operations show, at most `depth` sums.
+def warn_divided_mean(loss: torch.Tensor, ranks: int) -> None:
+    """Log once that a loss is a mean divided by the number of data ranks, as its last operation shows."""
+    node = loss.grad_fn
+    if ranks == 1 or node is None or type(node).__name__ != "DivBackward0":
+        return
+    divisor = torch_private.attribute(f"{_NODE}._saved_other", node)
+    inner = node.next_functions[0][0]
+    is_mean = type(inner).__name__.startswith("MeanBackward") or (
+        torch_private.attribute(f"{_NODE}._saved_reduction", inner) == _MEAN_REDUCTION
+    )
+    if is_mean and divisor is not None and divisor.device.type == "cpu" and divisor == ranks:
+        log.once(
+            f"the loss is a mean divided by {ranks}, and the job has {ranks} data ranks. `step.backward` "
+            f"takes the mean over all ranks: if {ranks} is the number of ranks, leave the division out."
+        )
 
-    Later scaling is not checked: `mean * len(y)` is a sum.
-    """
+
+def _is_mean(node: Any, count: int | None) -> bool:
+    """Whether the last operation of a loss shows that it is a mean over the samples."""
     if count is not None and count < 2:
         return False  # over one sample, mean and sum are the same
-    kind = type(node).__name__
     if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _MEAN_REDUCTION:
         return True
-    if kind in ("MeanBackward0", "MeanBackward1"):
-        # A mean over features, after a sum over samples, is a legal loss.
-        sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-        inner = type(node.next_functions[0][0]).__name__
-        is_sum = inner.startswith("SumBackward")
-        return not is_sum and sizes is not None and len(sizes) > 0 and sizes[0] == count
-    if kind == "AddBackward0":
-        terms = [term for term, _ in node.next_functions]
-        # Of a sum over the samples and the mean of a penalty, the penalty may have as many rows.
-        return not any(_is_sum(term, count) for term in terms) and any(
-            depth > 0 and _is_mean(term, count, depth - 1) for term in terms
-        )
-    return False
+    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
+    return (
+        type(node).__name__.startswith("MeanBackward")
+        and sizes is not None
+        and sizes[:1] == (count,)
+    )
 
 
 def _is_sum(node: Any, count: int | None) -> bool:
-    """Whether the last operation of a loss shows that it is a sum over samples."""
+    """Whether the last operation of a loss shows that it is a sum over samples or tokens."""
     if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _SUM_REDUCTION:
         return True
+    # A sum of fewer terms than samples, such as of two means, may be a mean.
     sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    return type(node).__name__ == "SumBackward0" and sizes is not None and sizes[:1] == (count,)
+    if sizes is None or count is None or not type(node).__name__.startswith("SumBackward"):
+        return False
+    terms: int = math.prod(sizes)
+    return terms >= count
 
 
 def _refuse_other_mean(
     node: Any, count: int | None, where: Callable[[], str], length: SampleLength | None
 ) -> None:
     """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
-    if count is None or count < 2:
+    if count is not None and count < 2:
         return
     if _is_sum(node, count):
         raise LossError(
-            'the loss is a sum, and reduction="mean" was given.',
+            "the loss is a sum; `step.backward` takes the mean.",
             where=where(),
-            fix='leave `reduction="mean"` out, or compute the mean.',
+            fix='compute the mean over the samples (or tokens), or pass reduction="sum".',
         )
+    if count is None:
+        return
     # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
     if total is None or total.device.type != "cpu" or float(total) == 0.0:

@@ -56,7 +56,7 @@ def main() -> None:
         for step in training.steps(epochs=10):
             for features, labels in step:  # the samples of this process, on its device
                 loss = functional.cross_entropy(model(features), labels)
-                step.backward(loss, reduction="mean")
+                step.backward(loss)
             step.update(clip_norm=1.0)
             training.log(loss=step.loss)  # the mean over all processes
 
