@@ -125,7 +125,7 @@ def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path
     code, facts = audit(TESTS / "sound" / "64_no_seed.py", "1,2", tmp_path)
     assert code == 0
     assert "calls no torch.manual_seed" in facts["remarks"][0]
-    judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["no_fault"]}
+    judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["passed"]}
     assert "1 times that of one process" in judged["gradient off by a factor"]
 
 
@@ -222,7 +222,7 @@ def test_the_report_as_text(tmp_path: Path) -> None:
         "fix",
     ]
     assert any(line.startswith("compared: the run of 1 process (20 steps)") for line in lines)
-    assert any(line.startswith("no fault (") for line in lines)
+    assert any(line.startswith("passed (") for line in lines)
     assert lines[-3].startswith("remark: torch.compile was turned off during verification")
     assert lines[-2].startswith("remark: the script trains on after the 20 steps that were watched")
     assert lines[-1] == "1 fault found: gradient off by a factor"

@@ -75,7 +75,7 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.timeout(120)
 def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3")
-    assert (code, facts["verdict"], facts["not_judged"]) == (0, "sound", [])
+    assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     assert facts["compared"] == "20 steps on 1, 2 and 3 processes, bitwise"
     assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
     # It neither resumes from nor writes to the user's folders.
@@ -98,7 +98,7 @@ def test_a_script_that_trains_on_is_named(
 ) -> None:
     # 5 steps an epoch, of which 20 are watched.
     code, facts = verify(tmp_path, bound=bound, after=after)
-    assert (code, facts["verdict"]) == (0, "sound")
+    assert (code, facts["verdict"]) == (0, "passed")
     notes = [
         "the script trains on after the 20 steps that were watched, and a fault that comes later is not "
         "seen. --steps 200 watches more."
@@ -110,7 +110,7 @@ def test_a_script_that_trains_on_is_named(
 @pytest.mark.timeout(120)
 def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, workers=2, wrapped="paceline.ddp(job, torch.compile(net))")
-    assert (code, facts["verdict"], facts["not_judged"]) == (0, "sound", [])
+    assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     note = "torch.compile was turned off during verification (first call: train.py:1"
     assert note in facts["remarks"][0]
     assert any(line.startswith("loss: 20 compared, the largest") for line in facts["equal"])
@@ -128,7 +128,7 @@ DROPOUT = {
 def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
     loss = "loss = drop(loss.expand(9), 0.5).mean()"
     code, facts = verify(tmp_path, *words, loss=loss, **DROPOUT)
-    assert (code, facts["verdict"], facts["not_judged"]) == (0, "sound", [])
+    assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     assert any(line.startswith("loss: 20 compared") for line in facts["equal"])
     assert facts["compared"].endswith(", with dropout turned off") is (not words)
 
@@ -207,7 +207,7 @@ def test_the_first_difference_is_named(
 @pytest.mark.timeout(120)
 def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, bound="until=12 // job.world_size")
-    assert (code, facts["verdict"]) == (3, "not judged")
+    assert (code, facts["verdict"]) == (3, "not seen")
     assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
 
 
@@ -239,7 +239,7 @@ def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:
 def test_layouts_against_one_process(processes: str, layout: str, tmp_path: Path) -> None:
     words = ["--nproc", processes, "--steps", "6", str(EXAMPLES / "gpt_3d.py"), "--"]
     code, facts = run(tmp_path, *words, *layout.split(), "--epochs=1")
-    assert (code, facts["verdict"], facts["not_judged"]) == (0, "sound", [])
+    assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     for what in ("loss", "gradient norm", "weights at the start", "samples of a step"):
         assert any(line.startswith(f"{what}: ") for line in facts["equal"]), facts
     assert any(line.startswith("loss: 6 compared") for line in facts["equal"]), facts
@@ -252,8 +252,8 @@ def test_layouts_against_one_process(processes: str, layout: str, tmp_path: Path
 def test_every_example_of_ours(name: str, how: str, tmp_path: Path) -> None:
     # 0.02, since one of them trains in bf16, where each rounding is by up to 0.004.
     code, facts = run(tmp_path, how, "--nproc", "1,2,3", str(EXAMPLES / f"{name}.py"))
-    assert (code, facts["verdict"]) == (0, "sound")
+    assert (code, facts["verdict"]) == (0, "passed")
     assert facts["compared"].startswith("20 steps on 1, 2 and 3 processes")
     if how == "--bitwise":
-        assert facts["not_judged"] == []
+        assert facts["not_seen"] == []
         assert any(line.startswith("parameter: ") for line in facts["equal"])

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.audit import record_loop
 from paceline.audit.events import Event, ForwardEnded, NotReduced, OptimizerStepBegun
 from paceline.audit.evidence import Run
-from paceline.audit.models import Models, ddp_of, inner_of
+from paceline.audit.models import Models, ddp_of, inner_of, state_by_name, without_ddp
 from paceline.audit.progress import Progress
 from paceline.audit.record_loop import LoopHooks
 from paceline.audit.replay import begin_evaluation, save_weights
@@ -70,7 +70,10 @@ def test_a_part_of_a_model_is_not_the_model() -> None:
     model = WithHead()
     assert inner_of(model) is model
     model.module = DistributedDataParallel(nn.Linear(2, 2))
-    assert ddp_of(model) is None
+    assert ddp_of(model) is model.module
+    names = ["module.weight", "module.bias", "head.weight", "head.bias"]
+    assert [name for name, _ in without_ddp(model, model.named_parameters())] == names
+    assert list(state_by_name(model)) == names
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from paceline import torch_private
 from paceline.audit import audit, evidence, record_data, record_loop, replay
-from paceline.audit.audit import judge
+from paceline.audit.audit import AuditResult, judge
 from paceline.audit.digests import (
     digest,
     exact_parts,
@@ -78,7 +78,7 @@ from paceline.audit.rules.statistics import different_buffers, different_untrain
 from paceline.audit.rules.weights import changed_outside, drifting_weights
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
-from paceline.verify.report import remarks_on
+from paceline.verify.report import report_audits
 
 
 def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
@@ -312,18 +312,21 @@ def _read(value: float, line: int = 9) -> NumberRead:
 
 
 def test_a_metric_of_one_rank_is_a_note() -> None:
-    parts = [_evaluation("abc", _read(1 / 3)), _evaluation("de")]
+    parts = [
+        [BatchGiven(loader="valid"), *_evaluation(rows, *read)]
+        for rows, read in (("abc", [_read(1 / 3)]), ("de", []))
+    ]
     judged = metric_of_one_rank(case(*parts))
     assert isinstance(judged, Finding)
     assert judged.is_note
     assert (judged.at, judged.effect) == ("t.py:9", "60% of the samples are in the metric")
     reduced = [_evaluation(r, replace(call("all_reduce", 8), evaluation=1)) for r in ("abc", "de")]
     assert isinstance(metric_of_one_rank(case(*reduced)), NoFault)
-    assert isinstance(metric_of_one_rank(case(parts[0], _evaluation("abc"))), NoFault)
-    # Such as by `.tolist()`, which is not recorded.
-    unseen = metric_of_one_rank(case(_evaluation("abc"), _evaluation("de")))
-    assert isinstance(unseen, NotJudged)
-    assert "no metric of it was seen" in unseen.why
+    assert isinstance(metric_of_one_rank(case(parts[0], parts[0])), NoFault)
+    # Such as by `.tolist()`, which is not recorded; or the samples that a training plays.
+    for read in ([], [_read(1 / 3)]):
+        unseen = metric_of_one_rank(case(_evaluation("abc", *read), _evaluation("de", *read)))
+        assert isinstance(unseen, NotJudged)
 
 
 @pytest.mark.parametrize("differ", [False, True])
@@ -974,11 +977,19 @@ def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
     assert len(metric.metric_calls) == 1
 
 
-@pytest.mark.parametrize(("ended", "noted"), [([], True), ([EndedByVerify()], False)])
-def test_a_failure_after_the_watched_steps_is_noted(ended: list[Event], noted: bool) -> None:
+@pytest.mark.parametrize("failing", ["solo", "ordinary"])
+def test_no_run_that_failed_is_followed_by_exit_code_0(failing: str) -> None:
     failed = Failed(type="ValueError", message="no score\nfor 3", place="t.py:9")
-    remarks = remarks_on(run("solo", [SeedSet(), *ended, failed]))
-    assert any("failed with ValueError: no score, at t.py:9." in note for note in remarks) == noted
+    solo, ordinary = run("solo", [SeedSet()]), run("ordinary", [], [])
+    codes = [report_audits([AuditResult(Case(solo, ordinary))], []).exit_code]
+    if failing == "solo":
+        solo = replace(run("solo", [SeedSet(), failed]), returncode=1)
+    else:
+        ordinary = replace(run("ordinary", [], [EndedByVerify(), failed]), returncode=1)
+    result = report_audits([AuditResult(Case(solo, ordinary))], [])
+    assert [*codes, result.exit_code] == [0, 3]
+    cause = "failed after the watched steps with ValueError: no score, at t.py:9."
+    assert any(cause in line for line in result.lines)
 
 
 @pytest.mark.parametrize(("epoch", "known"), [(3, 3), (torch.tensor(3), 3), ("third", None)])

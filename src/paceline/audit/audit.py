@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.audit.events import JoinEntered, OptimizerStepEnded, PassCut, RankEnded
+from paceline.audit.events import (
+    JoinEntered,
+    OptimizerStepEnded,
+    PassCut,
+    RankEnded,
+    TrainingContinues,
+)
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
@@ -65,17 +71,20 @@ def audit(
         Refused: the ordinary run cannot be judged, and no rule found a fault; or a rank called `sys.exit`
             during its training.
     """
-    end = solo.ranks[0].first(RankEnded)
-    wanted = None if end is None else end.wanted
-    taken = solo.steps if wanted is None else min(solo.steps, wanted)
+    log = solo.ranks[0]
+    wanted = (log.first(RankEnded) or RankEnded()).wanted or solo.steps
+    taken = min(solo.steps, wanted)
     steps = max(solo.plan.steps, taken)
+    # If the script ended by itself, let several ranks do so too: they may take a few steps more or less.
+    limit = steps if log.of(TrainingContinues) else max(steps, wanted)
     cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
     plan = replace(solo.plan, world_size=world_size, steps=steps, max_steps=0, cut_at=cut_at)
 
     def run(mode: Mode) -> Run:
         source = None if mode == "ordinary" else solo.plan.folder
         own = folder / f"{mode}-{world_size}"
-        return execute(replace(plan, mode=mode, folder=own, solo=source))
+        most = limit if mode == "ordinary" else 0
+        return execute(replace(plan, mode=mode, folder=own, solo=source, max_steps=most))
 
     ordinary = run("ordinary")
     refuse_early_exit(ordinary)
@@ -133,7 +142,10 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first(JoinEntered) for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     if case.splits_model and not rule.judges_split_models:
-        return NotJudged("the ranks may hold parts of one model, which get equal samples.")
+        return NotJudged(
+            "the ranks may hold parts of one model, which get equal samples.",
+            is_open=rule.is_last and rule.compares_weights and not case.exchanges_anything,
+        )
     sharded = any(log.layouts for log in case.ranks)
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
     if sharded and not has_whole and rule.compares_weights:

@@ -354,16 +354,32 @@ class RankLog:
 
     @cached_property
     def trains_together(self) -> bool:
-        """Whether a model is in shards, or gradients are exchanged: by DDP, or in a call after a backward."""
-        calls: list[Event] = self.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
+        """Whether a model is in shards, or an exchange was seen: by DDP, or in a call after a backward."""
         return (
             bool(self.layouts)
             or any(event.sync is not None for event in self.training_forwards)
-            or any(
-                isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
-                for a, b in pairwise(calls)
-            )
+            or self.exchanges_after_backward
+            or self.exchanges_in_optimizer
         )
+
+    @property
+    def exchanges_after_backward(self) -> bool:
+        """Whether a collective is entered in a backward, or between it and the step of an optimizer."""
+        calls: list[Event] = self.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
+        return any(
+            isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
+            for a, b in pairwise(calls)
+        )
+
+    @property
+    def exchanges_in_optimizer(self) -> bool:
+        """Whether a collective is entered inside the step of an optimizer."""
+        inside = False
+        for event in self.of(OptimizerStepBegun, OptimizerStepEnded, CollectiveBegun):
+            if inside and isinstance(event, CollectiveBegun):
+                return True
+            inside = isinstance(event, OptimizerStepBegun)
+        return False
 
 
 @dataclass(frozen=True)

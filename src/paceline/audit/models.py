@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Models:
         """Whether a model that was called has this parameter."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
-                for name, each in inner.named_parameters():
+                for name, each in without_ddp(inner, inner.named_parameters()):
                     self._names[id(each)] = full_name(number, name)
         return id(parameter) in self._names
 
@@ -151,7 +151,11 @@ class Models:
         self._recorder.write(
             ModelSeen(
                 layout=layout,
-                buffers=[name for name, b in inner.named_buffers() if b.is_floating_point()],
+                buffers=[
+                    name
+                    for name, b in without_ddp(inner, inner.named_buffers())
+                    if b.is_floating_point()
+                ],
             )
         )
 
@@ -175,16 +179,35 @@ def inner_of(root: torch.nn.Module) -> torch.nn.Module:
 
 
 def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper of a model, also inside another wrapper; None for a model without one."""
-    wrapper = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
-    return wrapper if wrapper is not None and inner_of(wrapper) is inner_of(root) else None
+    """The first DDP in a module, which may be the module itself; None if there is none."""
+    return next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
+
+
+def without_ddp(
+    model: torch.nn.Module, named: Iterable[tuple[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """These entries of a model, under the names that they have if no module in it is wrapped in DDP.
+
+    A script may wrap a part of its model only if there are several ranks.
+    """
+    wrappers = [n for n, m in model.named_modules() if n and isinstance(m, DistributedDataParallel)]
+    for name, value in named:
+        for wrapper in wrappers:
+            inside = name.removeprefix(f"{wrapper}.module.")
+            name = name if inside == name else f"{wrapper}.{inside}"
+        yield name, value
+
+
+def state_by_name(model: torch.nn.Module) -> dict[str, Any]:
+    """The entries of the state dict of a model, under the names that they have without DDP."""
+    return dict(without_ddp(model, model.state_dict().items()))
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
     """The digest of each parameter, by name; without shards, which are a rank's own."""
     return {
         name: digest(p)
-        for name, p in model.named_parameters()
+        for name, p in without_ddp(model, model.named_parameters())
         if not is_lazy(p) and not isinstance(p, DTensor)
     }
 
@@ -192,7 +215,9 @@ def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
 def buffer_digests(model: torch.nn.Module) -> dict[str, int]:
     """The digest of each floating-point buffer that is saved with the model, by name."""
     buffers = {
-        name: b for name, b in model.named_buffers() if not is_lazy(b) and b.is_floating_point()
+        name: b
+        for name, b in without_ddp(model, model.named_buffers())
+        if not is_lazy(b) and b.is_floating_point()
     }
-    saved = model.state_dict(keep_vars=True) if buffers else {}  # others are a rank's own
+    saved = state_by_name(model) if buffers else {}  # others are a rank's own
     return {name: digest(buffer) for name, buffer in buffers.items() if name in saved}

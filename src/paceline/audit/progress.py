@@ -57,7 +57,7 @@ class Progress:
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
-        self.wanted = plan.steps
+        self.wanted = plan.steps if plan.mode == "solo" else plan.end
         self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluation: int | None = None
         self._last_evaluation = 0

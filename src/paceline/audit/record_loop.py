@@ -84,6 +84,7 @@ def install(progress: Progress, models: Models) -> None:
     register_module_forward_pre_hook(hooks.before_forward)
     register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     intercept("__init__", hooks.build_ddp, DistributedDataParallel)
+    intercept("forward", hooks.ddp_forward, DistributedDataParallel)
     intercept("register_comm_hook", hooks.register_comm_hook, DistributedDataParallel)
     intercept("backward", hooks.backward, torch.autograd)
     for name in ("item", "__float__", "__int__"):
@@ -114,6 +115,7 @@ class LoopHooks:
         self._root: torch.nn.Module | None = None
         self._inner: torch.nn.Module | None = None  # the model inside of it
         self._forward = ForwardEnded()  # the current forward, as far as it is known
+        self._wrapped: torch.nn.Module | None = None  # the model of the DDP that is called in it
         self._forwards = 0
         # By model, when it was digested: the updates before, whether it trained, and the evaluation.
         self._digested_in: dict[int, tuple[int, bool, int | None]] = {}
@@ -133,14 +135,14 @@ class LoopHooks:
             self._root, self._inner = module, inner_of(module)
             self._untraced.enter_context(self._tracer.paused())
             self._begin(module, inputs)
-        if self._root is not None and module is self._inner:
+        if self._inner is not None and module in (self._inner, self._wrapped):
             # Inside DDP's forward, after its broadcast of the buffers.
-            self._forward = replace(self._forward, buffers=buffer_digests(module))
+            self._forward = replace(self._forward, buffers=buffer_digests(self._inner))
 
     def after_forward(self, module: torch.nn.Module, args: Any, *kwargs_output: Any) -> None:
         if module is not self._root:
             return
-        self._root = None
+        self._root = self._inner = self._wrapped = None
         self._untraced.close()
         if len(kwargs_output) < 2:
             return  # the forward raised: torch then leaves out the keyword arguments
@@ -184,8 +186,7 @@ class LoopHooks:
             steps_done=self._progress.steps,
             trains=trains,
             evaluation=evaluation,
-            sync=None if wrapper is None else wrapper.require_backward_grad_sync,
-            bypasses_ddp=wrapper is None and trains and self._models.is_reduced(module),
+            bypasses_ddp=trains and self._models.is_reduced(module),  # until a DDP is called
             samples=samples,
             rows=rows,
             random=random_states(),
@@ -222,6 +223,25 @@ class LoopHooks:
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
         self._tracer.start()
+
+    def ddp_forward(
+        self, forward: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Record that a DDP takes part in this forward: itself, or inside of another module."""
+        # `model.forward(x)` calls no hooks of the DDP.
+        is_root = self._root is None and self._is_model(model)
+        if is_root:
+            self.before_forward(model, args)
+        self._wrapped = model.module
+        sync = model.require_backward_grad_sync
+        self._forward = replace(self._forward, sync=sync, bypasses_ddp=False)
+        result = None
+        try:
+            result = forward(model, *args, **kwargs)
+        finally:
+            if is_root:
+                self.after_forward(model, args, kwargs, result)
+        return result
 
     def register_comm_hook(self, register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._recorder.write(CommHookSet(at=user_line()))

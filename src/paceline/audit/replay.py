@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from paceline.audit import evidence
 from paceline.audit.digests import number_of_samples
 from paceline.audit.events import LoaderSeen
-from paceline.audit.models import Models
+from paceline.audit.models import Models, state_by_name
 from paceline.audit.progress import Progress
 from paceline.audit.run_plan import REPLAYS, RunPlan
 from paceline.data.digest import plain
@@ -37,7 +37,7 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
         progress.weights_of_evaluation = {
             number: {
                 key: plain(value).clone()
-                for key, value in model.state_dict().items()
+                for key, value in state_by_name(model).items()
                 if isinstance(value, torch.Tensor) and not is_lazy(value)
             }
             for number, model in models.by_number().items()
@@ -48,7 +48,7 @@ def begin_evaluation(progress: Progress, models: Models) -> None:
             return
         states = torch.load(path, map_location="cpu", weights_only=True)
         for number, model in models.by_number().items():
-            own = model.state_dict()
+            own = state_by_name(model)
             for key, value in states.get(number, {}).items():
                 mine = own.get(key)
                 if (

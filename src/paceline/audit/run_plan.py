@@ -33,7 +33,8 @@ class RunPlan:
             many as it took.
         solo: The folder of the run whose batches or weights a later run gets.
         bitwise: Whether paceline's reproducible mode is turned on.
-        max_steps: The solo run doubles its steps up to so many as long as they are fast.
+        max_steps: The solo run doubles its steps up to so many as long as they are fast. The ordinary run is
+            ended after so many, if they are more than `steps`.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
     """
 
@@ -50,6 +51,11 @@ class RunPlan:
     def last_steps(self) -> int:
         """The steps of the solo run that are left when it cuts a pass, to see the next one begin."""
         return (self.steps + 1) // 2
+
+    @property
+    def end(self) -> int:
+        """The steps after which a later run than the solo run is ended."""
+        return max(self.steps, self.max_steps)
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""

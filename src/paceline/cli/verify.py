@@ -19,7 +19,7 @@ _MAX_RANKS = 64
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify a script. Returns 0 if it is sound, 1 for a fault, 2 for wrong usage, 3 if the script failed."""
+    """Verify a script. Returns 0 without a fault, 1 with one, 2 for wrong usage, 3 if a run failed."""
     own, script = list(argv), []
     if "--" in own:
         split = own.index("--")
@@ -106,7 +106,7 @@ def parser() -> CommandParser:
             "paceline verify --json train.py > report.json": "the result as JSON",
         },
         exit_codes={
-            ExitCode.OK: "the script is sound",
+            ExitCode.OK: "no check found a fault, and no run failed",
             ExitCode.FAILED: "a fault was found",
             ExitCode.USAGE: "the command line is wrong",
             ExitCode.NOT_JUDGED: "the script itself failed, or cannot be judged",

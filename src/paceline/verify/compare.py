@@ -85,17 +85,17 @@ class Comparison:
         evaluations: How many evaluations each run made.
         why: Why the runs differ or could not be compared.
         equal: How often each quantity was compared, and its largest difference.
-        not_judged: What was not judged, with the reason.
+        not_seen: What was not compared, with the reason.
     """
 
-    verdict: Literal["sound", "fault", "not judged"]
+    verdict: Literal["passed", "fault", "not seen"]
     compared: str
     at: str
     evaluations: int = 0
     difference: Difference | None = None
     why: str = ""
     equal: list[str] = field(default_factory=list)
-    not_judged: list[str] = field(default_factory=list)
+    not_seen: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,17 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     steps = [step for run in runs for log in run.ranks for step in log.of(TrainingStep)]
     if any(step.dropout_off for step in steps):
         compared += ", with dropout turned off"
-    result = Comparison("sound", compared, trainings[0].at, _count(points, "evaluation"))
+    result = Comparison("passed", compared, trainings[0].at, _count(points, "evaluation"))
     for run in others:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return replace(result, verdict="not judged", why=why)
+            return replace(result, verdict="not seen", why=why)
     no_values, no_scores = ([], []) if bitwise else _not_compared(runs, rtol)
-    not_judged = no_values + no_scores
+    not_seen = no_values + no_scores
     search = _Search(
         0.0 if bitwise else (rtol or _RTOL),
         with_values=not no_values,
-        with_scores=not not_judged,
+        with_scores=not not_seen,
     )
     for run in others:
         for first, point in zip(points, _points(run), strict=True):
@@ -191,13 +191,13 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
                 ).at
                 why = _WHY[difference.quantity]
                 found = replace(result, verdict="fault", at=at, difference=difference, why=why)
-                return replace(found, equal=search.equal(), not_judged=not_judged)
+                return replace(found, equal=search.equal(), not_seen=not_seen)
         search.next_run()
-    result = replace(result, equal=search.equal(), not_judged=not_judged)
+    result = replace(result, equal=search.equal(), not_seen=not_seen)
     if not no_values:
         return result
     why = "the losses and gradients were not compared, for the reason below."
-    return replace(result, verdict="not judged", why=why)
+    return replace(result, verdict="not seen", why=why)
 
 
 def _count(points: list[Point], kind: str) -> int:
@@ -228,6 +228,7 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
     logs = [log for run in runs for log in run.ranks]
     # From the last run, because one process does not synchronise.
     norms = {training.batchnorm for training in runs[-1].ranks[0].of(TrainingBuilt)}
+    sizes = [_normalised_together(run) for run in runs]
     # Reproducible training, which --bitwise turns on, refuses sync_batchnorm.
     can_be_bitwise = "synchronised" not in norms
     if any(e.drew for log in logs for e in log.of(ForwardEnded) if e.trains):
@@ -243,6 +244,14 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
             "normalises over all ranks. With --bitwise the micro-batches do not depend on the number of "
             "processes."
         )
+    elif "synchronised" in norms and len(set(sizes)) > 1:
+        shown = ", ".join(
+            f"{n} on {processes(len(r.ranks))}" for n, r in zip(sizes, runs, strict=True)
+        )
+        values.append(
+            f"losses and gradients: BatchNorm normalises different numbers of samples together: {shown}. It "
+            "depends on the micro-batches: without micro_batch, each rank has one in a step."
+        )
     elif "synchronised" in norms and logs[0].of(Evaluated):
         scores.append(
             "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
@@ -256,6 +265,11 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
             f"difference with --rtol{', or use --bitwise' * can_be_bitwise}."
         )
     return values, scores
+
+
+def _normalised_together(run: Run) -> int:
+    """The samples of all ranks in their first forward of training."""
+    return sum(log.first_forward.samples or 0 for log in run.ranks)
 
 
 class _Search:

@@ -1,23 +1,22 @@
 """The report of `paceline verify`, as text and as JSON.
 
-It has the findings, what was compared, the quantities or rules that were judged, remarks on the runs, and
-the verdict.
+It has the findings, what was compared, the checks, remarks on the runs, and the verdict.
 
-A judgement of a rule is a finding (a fault or a note), "no fault" or "not judged"; the verdict on a script is
-"sound", "fault" or "not judged". Text and JSON use the same words.
+A check ends as a finding (a fault or a note), "passed" or "not seen" (with the reason). Text and JSON use the
+same words. No report calls a script right: the last line says how many checks passed, and how many could not
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from paceline.audit.audit import AuditResult
 from paceline.audit.events import (
     CompileCalled,
-    EndedByVerify,
     Failed,
     ForwardBegun,
     SeedSet,
@@ -30,7 +29,7 @@ from paceline.errors import name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.verify.compare import Comparison, Difference, processes
 
-_CODES = {"sound": ExitCode.OK, "fault": ExitCode.FAILED, "not judged": ExitCode.NOT_JUDGED}
+_CODES = {"passed": ExitCode.OK, "fault": ExitCode.FAILED, "not seen": ExitCode.NOT_JUDGED}
 
 
 @dataclass(frozen=True)
@@ -65,32 +64,50 @@ def remarks_on(solo: Run) -> list[str]:
             f"the script trains on after the {watched} steps that were watched, and a fault that comes "
             f"later is not seen. --steps {10 * watched} watches more."
         )
-    failed = log.first(Failed)
-    if failed is not None and not log.of(EndedByVerify):
-        what = f"{failed.type}: {failed.message.splitlines()[0]}" if failed.message else failed.type
-        remarks.append(
-            f"after the watched steps the script failed with {what or f'exit code {failed.code}'}, at "
-            f"{failed.place}. Verification had ended its loaders, which may be the reason."
-        )
     return remarks
 
 
-def report_comparison(found: Comparison, remarks: Sequence[str]) -> VerifyResult:
-    """The report of a script that uses paceline."""
-    findings, last = [], ""
+def _failures(runs: Sequence[Run]) -> list[str]:
+    """What made runs fail after their watched steps, for the runs that failed."""
+    found = []
+    for run in runs:
+        if run.returncode:
+            causes = (log.first(Failed) for log in run.ranks)
+            failed = next((each for each in causes if each), Failed(code=run.returncode))
+            message = failed.message.strip().splitlines()[:1]
+            what = ": ".join([failed.type or f"exit code {failed.code}", *message])
+            found.append(
+                f"{run.name} failed after the watched steps with {what}"
+                + f", at {failed.place}" * bool(failed.place)
+                + ". If the script does not fail without verification, the cause is that verification ends "
+                "its loaders or its ranks early."
+            )
+    return found
+
+
+def _counted(passed: int, not_seen: int) -> str:
+    return f"{passed} check{'s' * (passed != 1)} passed, {not_seen} not seen"
+
+
+def report_comparison(
+    found: Comparison, remarks: Sequence[str], runs: Sequence[Run] = ()
+) -> VerifyResult:
+    """The report of a script that uses paceline, of these runs."""
+    findings = []
+    failures = _failures(runs)
+    last = _counted(len(found.equal), len(found.not_seen))
     if found.difference is not None:
-        findings = _difference(found.difference, found)
-    elif found.verdict == "not judged":
+        findings, last = _difference(found.difference, found), f"1 fault found; {last}"
+    elif found.verdict == "not seen":
         findings = _finding(f"could not be verified: {found.why}", where=found.at)
-        last = "not judged: losses, gradients and evaluations" if found.not_judged else ""
-    else:
-        last = "sound: the same training on every number of processes"
-        last += "" if found.evaluations else "; no evaluation by Paceline was reached"
-        last += "; evaluations were not judged" if found.not_judged else ""
+    elif failures:
+        found, last = replace(found, verdict="not seen", why=failures[0]), f"a run failed; {last}"
+    elif not found.evaluations:
+        last += "; no evaluation by Paceline was reached"
     lines = [*findings, f"compared: {found.compared}"]
-    lines += _section("equal", found.equal) + _section("not judged", found.not_judged)
+    lines += _section("passed", found.equal) + _section("not seen", found.not_seen)
     facts = {"kind": "paceline", **asdict(found)}
-    return _result(_CODES[found.verdict], lines, remarks, last, facts)
+    return _result(_CODES[found.verdict], lines, [*remarks, *failures], last, facts)
 
 
 def _difference(found: Difference, comparison: Comparison) -> list[str]:
@@ -127,21 +144,27 @@ def report_audits(audits: Sequence[AuditResult], remarks: Sequence[str]) -> Veri
         lines += _audit_lines(each)
     faults = {name for each in audits for name in each.faults}
     notes = {name for each in audits for name in each.notes}
-    not_judged = [judged for each in audits for judged in each.of(NotJudged).items()]
-    names = {name for name, _ in not_judged}
-    open_ = {name for name, why in not_judged if why.is_open}
+    not_seen = [judged for each in audits for judged in each.of(NotJudged).items()]
+    open_ = {name for name, why in not_seen if why.is_open}
+    runs = [audits[0].case.solo, *(each.case.ordinary for each in audits)]
+    failures = _failures(runs)
+    passed = sum(len(each.of(NoFault)) for each in audits)
+    parts = [_counted(passed, len(not_seen))]
+    code = ExitCode.OK
+    if notes:
+        parts.insert(0, f"notes: {', '.join(sorted(notes))}")
+    if open_:
+        code = ExitCode.NOT_JUDGED
+        parts.insert(0, f"may be right or wrong: {', '.join(sorted(open_))}")
+    if failures:
+        code = ExitCode.NOT_JUDGED
+        parts.insert(0, "a run failed")
     if faults:
         code = ExitCode.FAILED
-        last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
-    elif open_:
-        code = ExitCode.NOT_JUDGED
-        last = f"not judged: may be right or wrong: {', '.join(sorted(open_))}"
-    else:
-        code = ExitCode.OK
-        last = "sound: no fault found"
-        last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
-        rules = "rule" if len(names) == 1 else "rules"
-        last += f"; {len(names)} {rules} not judged" if names else ""
+        names = ", ".join(sorted(faults))
+        parts.insert(0, f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {names}")
+    last = "; ".join(parts)
+    remarks = [*remarks, *failures]
     steps = max(each.case.ordinary.plan.steps for each in audits)
     facts = {"kind": "audit", "steps": steps, "audits": [_audit_facts(each) for each in audits]}
     return _result(code, lines, remarks, last, facts)
@@ -154,9 +177,9 @@ def _audit_lines(audit: AuditResult) -> list[str]:
     runs = [audit.case.solo, audit.case.ordinary, audit.case.with_solo_weights]
     names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
     lines.append(f"compared: {', '.join(names)}")
-    no_fault = [f"{name}: {each.evidence}" for name, each in audit.of(NoFault).items()]
-    not_judged = [f"{name}: {each.why}" for name, each in audit.of(NotJudged).items()]
-    return lines + _section("no fault", no_fault) + _section("not judged", not_judged)
+    passed = [f"{name}: {each.evidence}" for name, each in audit.of(NoFault).items()]
+    not_seen = [f"{name}: {each.why}" for name, each in audit.of(NotJudged).items()]
+    return lines + _section("passed", passed) + _section("not seen", not_seen)
 
 
 def _lines_of(rule: str, finding: Finding, world_size: int) -> list[str]:
@@ -179,8 +202,8 @@ def _audit_facts(audit: AuditResult) -> dict[str, Any]:
         "nproc": count,
         "faults": [{"rule": n, **each.facts(count)} for n, each in audit.faults.items()],
         "notes": [{"rule": n, **each.facts(count)} for n, each in audit.notes.items()],
-        "no_fault": [{"rule": n, **asdict(each)} for n, each in audit.of(NoFault).items()],
-        "not_judged": [{"rule": n, **asdict(each)} for n, each in audit.of(NotJudged).items()],
+        "passed": [{"rule": n, **asdict(each)} for n, each in audit.of(NoFault).items()],
+        "not_seen": [{"rule": n, **asdict(each)} for n, each in audit.of(NotJudged).items()],
     }
 
 

@@ -100,7 +100,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
                 runs.append(run(replace(ordinary, bitwise=options.bitwise)))
                 refuse(runs[-1])
             found = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-            return report_comparison(found, remarks)
+            return report_comparison(found, remarks, runs)
         for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
             if option:
                 raise ConfigError(

@@ -30,7 +30,7 @@ def unmatched_collective(case: Case) -> Judgement:
             "the ranks take different steps, so they were not ended after the same one."
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
-    steps = case.ordinary.plan.steps if cut else math.inf
+    steps = case.ordinary.plan.end if cut else math.inf
     sequences = [_sequence(log, case.world_size, steps) for log in case.ranks]
     for number in range(max(map(len, sequences))):
         calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]

@@ -512,12 +512,16 @@ def _successive_reductions(
 
 def metric_of_one_rank(case: Case) -> Judgement:
     """Each rank evaluates a part of the samples, and rank 0 takes a metric of its own part."""
-    evaluations = case.ranks[0].evaluations
+    evaluations, trained = case.ranks[0].evaluations, case.ranks[0].training_loaders
     ops = [event.op for each in evaluations.values() for event in each.collectives]
     if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
     is_unseen = False
-    for (number, _, _), (own, *others) in _evaluated(case.ranks).items():
+    for (number, loader, _), (own, *others) in _evaluated(case.ranks).items():
+        if not loader or loader in trained:
+            # A training may play games, or sample, without gradient.
+            is_unseen |= not {*own}.issuperset(*others)
+            continue
         of_others = set().union(*others)
         if not own or not of_others or of_others.intersection(own):
             continue
@@ -538,7 +542,7 @@ def metric_of_one_rank(case: Case) -> Judgement:
         )
     if is_unseen:
         return NotJudged(
-            "each rank evaluated its own part of the samples, and no metric of it was seen: `.tolist()` and "
-            "`.numpy()` are not recorded."
+            "each rank called a model without gradient on its own samples, and no metric of samples of an "
+            "evaluation loader was seen: `.tolist()` and `.numpy()` are not recorded."
         )
     return NoFault("no evaluation was divided over the ranks.")

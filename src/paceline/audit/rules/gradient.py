@@ -25,6 +25,7 @@ from paceline.audit.events import (
     DDPBuilt,
     Digests,
     OptimizerStepBegun,
+    SeedSet,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
@@ -60,11 +61,16 @@ _EQUAL_LOSS, _ZERO_LOSS = 1e-5, 1e-6
 # A difference by less than this part is no fault of its own (broken/66_class_weights).
 _SAME_LOSS = 1e-3
 
+_NOT_FINAL = NotJudged(
+    "the optimizer exchanges values between the ranks, so the gradient that it uses was not seen."
+)
 _NO_GRADIENT = NotJudged("the gradient of step 1 was 0, or belonged to different parameters.")
 
 
 def scaled_gradient(case: Case) -> Judgement:
     """The gradient of N ranks on the samples of one process is a multiple of that of one, often N or 1/N."""
+    if case.optimizer_exchanges:
+        return _NOT_FINAL
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
@@ -298,7 +304,9 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     if first.params is None or other.params is None:
         return "no forward of training was seen."
     if first.params != other.params and not replayed[0].layouts:
-        return "the weights differ between two runs before the first step: the script sets no seed."
+        seeds = (run.ranks[0].of(SeedSet) for run in (case.solo, case.ordinary))
+        why = "" if any(seeds) else ": no call of torch.manual_seed was seen"
+        return f"the weights differ between two runs before the first step{why}."
     if not case.has_same_inputs:
         return "step 1 has other inputs than on one process, such as random ones or fewer micro-batches."
     return ""
@@ -309,6 +317,8 @@ def different_gradient(case: Case) -> Judgement:
     run = case.replay
     if run is None:
         return NotJudged(case.why_no_replay)
+    if case.optimizer_exchanges:
+        return _NOT_FINAL
     if run.plan.mode == "divided":
         return _gradient_of_gathered(case, run)
     why = _why_not_comparable(case, run.ranks) or _why_not_exact(case.solo, run)

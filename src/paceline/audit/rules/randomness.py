@@ -262,7 +262,7 @@ def same_noise(case: Case) -> Judgement:
     if not all(log.training_forwards for log in case.ranks):
         return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
-        return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
+        return NotJudged("no exchange of gradients was seen, so their noise may not be averaged.")
     models = sorted({event.model for event in case.ranks[0].training_forwards})
     is_drawn = False
     for noise, model, one in product(_NOISES, models, case.ranks[:-1]):

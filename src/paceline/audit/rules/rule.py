@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from paceline.audit.events import DDPBuilt, OptimizerStepBegun, TensorsSent
+from paceline.audit.events import DDPBuilt, OptimizerStepBegun, OptimizerStepEnded, TensorsSent
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
+# Losses of one batch that differ by less differ by rounding.
+_SAME_LOSS = 1e-3
 # So many forwards show how a script uses its batches; all of them, if there are fewer.
 _MIN_FORWARDS = 3
 
@@ -62,8 +65,38 @@ class Case:
 
     @property
     def trains_together(self) -> bool:
-        """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
-        return self.ranks[0].trains_together
+        """Whether the ranks are seen to exchange gradients, or parts of the model, in the watched steps."""
+        return self.ranks[0].trains_together or self.optimizer_exchanges
+
+    @cached_property
+    def optimizer_exchanges(self) -> bool:
+        """Whether the optimizer gets a rank's own gradient in step 1, and exchanges it or the weights."""
+        grads = [[event.grads for event in log.optimizer_steps(1)] for log in self.ranks]
+        if all(own == grads[0] for own in grads):
+            return False
+        params = [
+            [e.params for e in log.of(OptimizerStepEnded) if e.step == 1] for log in self.ranks
+        ]
+        are_equal = any(params[0]) and all(own == params[0] for own in params)
+        return are_equal or any(log.exchanges_in_optimizer for log in self.ranks)
+
+    @cached_property
+    def parts_of_equal_batches(self) -> bool:
+        """Whether ranks with one batch and no random numbers have different inputs or losses in step 1.
+
+        They then compute different parts of the same samples, such as parts of each sequence.
+        """
+        for run in (self.ordinary, self.replay):
+            firsts: dict[Any, tuple[Any, float]] = {}
+            for log in run.ranks if run else ():
+                forward, batches = log.first_forward, log.training_batches
+                if batches and not forward.draws and not forward.drew:
+                    begin = batches[0].content, *(forward.params or {}).values()
+                    own = forward.rows, log.first_backward.loss or 0.0
+                    rows, loss = firsts.setdefault(begin, own)
+                    if rows != own[0] or not math.isclose(loss, own[1], rel_tol=_SAME_LOSS):
+                        return True
+        return False
 
     @property
     def has_dividing_sampler(self) -> bool:
@@ -93,6 +126,18 @@ class Case:
         if sizes or "data" in log.layouts:
             return any(size != self.world_size for size in sizes) or log.exchanges_parts
         return "parts" in log.layouts or log.exchanges_activations or bool(log.of(TensorsSent))
+
+    @property
+    def exchanges_anything(self) -> bool:
+        """Whether ranks of different DDP groups may exchange something while they train."""
+        log = self.ranks[0]
+        return (
+            bool(log.layouts or log.of(TensorsSent))
+            or log.exchanges_activations
+            or log.exchanges_parts
+            or log.exchanges_after_backward
+            or log.exchanges_in_optimizer
+        )
 
     @property
     def updates_differ(self) -> bool:

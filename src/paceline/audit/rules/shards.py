@@ -38,6 +38,12 @@ _CUT_STREAM = (
 )
 
 
+_PARTS = NotJudged(
+    "from equal batches, the ranks compute different inputs or losses: each may train on its own part "
+    "of each sample, such as a part of each sequence."
+)
+
+
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
     judgement = _judge_loaders(case, in_shards=False)
@@ -50,6 +56,8 @@ def whole_dataset(case: Case) -> Judgement:
         return judgement
     if case.divides_equal_batches:
         return NoFault("each rank gives the model its own part of each batch.")
+    if case.parts_of_equal_batches:
+        return _PARTS
     if not case.trains_together:
         return NotJudged(
             "each rank trained alone on the same samples: the reduction of the gradients was forgotten, or "
@@ -61,7 +69,8 @@ def whole_dataset(case: Case) -> Judgement:
 
 def overlapping_shards(case: Case) -> Judgement:
     """Each rank has a shard, but the shards were cut from different orders."""
-    return _judge_loaders(case, in_shards=True) or NoFault("no loader gives shards.")
+    judgement = _judge_loaders(case, in_shards=True) or NoFault("no loader gives shards.")
+    return _PARTS if isinstance(judgement, Finding) and case.parts_of_equal_batches else judgement
 
 
 def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
@@ -289,7 +298,9 @@ def _is_read_whole(loader: LoaderSeen) -> bool:
 def different_datasets(case: Case) -> Judgement:
     """A sampler divides one dataset over the ranks, but it is not one: it differs between ranks or runs."""
     if not all(log.of(SeedSet) for log in case.ranks):
-        return NotJudged("the script sets no seed, so each rank may make samples of its own.")
+        return NotJudged(
+            "not every rank called torch.manual_seed, so each may make samples of its own."
+        )
     compared = 0
     random = False
     for name in case.ranks[0].training_loaders:

@@ -59,13 +59,14 @@ def different_buffers(case: Case) -> Judgement:
         )
     point, names = found
     first = uses[0][point]
+    devices = {device for log in case.ranks for e in log.of(ForwardEnded) for device in e.devices}
+    sync = "" if devices <= {"cpu"} else "use SyncBatchNorm, or "  # torch has it on GPUs only
     return Finding(
         what=f"{names[0]} differs between ranks when {when}.",
         at=first.at,
         step=(first.steps_done + (when == "training")) or None,
         why="each rank updates its buffers from its own samples, so each rank evaluates a different model.",
-        fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before the model "
-        "is used.",
+        fix=f"{sync}make the buffers equal (all_reduce or broadcast them) before the model is used.",
         evidence=f"equal names, different values, after step {first.steps_done}",
         effect=f"{len(names)} of {len(first.buffers)} buffers differ between ranks",
     )
@@ -106,7 +107,9 @@ def different_untrained_models(case: Case) -> Judgement:
     found = first_difference(used)
     if found is not None:
         if not case.trains_together and case.mismatch is not None:
-            return NotJudged("the ranks exchange no gradients, and each trains a different model.")
+            return NotJudged(
+                "no exchange of gradients was seen, and each rank may train a different model."
+            )
         point, names = found
         first = uses[0][point]
         use = "evaluate" if first.evaluation else "train with"

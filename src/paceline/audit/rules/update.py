@@ -11,6 +11,7 @@ from paceline.audit.events import (
     BackwardBegun,
     BackwardEnded,
     Clipped,
+    CollectiveBegun,
     DDPBuilt,
     Event,
     OptimizerStepBegun,
@@ -177,6 +178,8 @@ def update_on_one_rank(case: Case) -> Judgement:
     if case.updates_differ:
         return NotJudged("not every rank updates the same parameters.")
     updates_of_ranks = [_updates_after_reduced_backwards(log) for log in case.ranks]
+    if not any(updates_of_ranks):
+        return NotJudged("no update was seen after a reduction of the gradients.")
     for number, updates in enumerate(zip(*updates_of_ranks, strict=False), 1):
         kinds = [tuple(type(call) for call in update.calls) for update in updates]
         minority = outliers(kinds)
@@ -184,6 +187,8 @@ def update_on_one_rank(case: Case) -> Judgement:
             continue  # equal, or the last one, which the end of the run may have cut
         if len({log.steps for log in case.ranks}) == 1 and case.mismatch is None:
             return NoFault("the ranks did different things, and their weights stayed equal.")
+        if case.mismatch is not None and case.mismatch.step < min(each.step for each in updates):
+            return NotJudged("the ranks' weights differed before they did different things.")
         what, ranks, kind = _difference(kinds)
         calls = [call for update in updates for call in update.calls]
         step = min(update.step for update in updates)
@@ -209,12 +214,16 @@ def _updates_after_reduced_backwards(log: RankLog) -> list[Update]:
     found: list[Update] = []
     # A model without DDP beside one with DDP may belong to one rank alone.
     wrapped = log.first(DDPBuilt) is not None
+    is_reduced: dict[BackwardBegun, bool] = {}
     for event in log.events:
         if isinstance(event, BackwardBegun) and (not wrapped or event in log.reducing_backwards):
             found.append(Update([event]))
+            is_reduced[event] = bool(log.layouts) or event in log.reducing_backwards
+        elif isinstance(event, CollectiveBegun) and found and not found[-1].calls:
+            is_reduced[found[-1].backwards[0]] = True
         elif isinstance(event, UpdateCall) and found:
             found[-1].calls.append(event)
-    return found
+    return [update for update in found if is_reduced[update.backwards[0]]]
 
 
 def _difference(

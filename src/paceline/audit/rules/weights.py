@@ -88,7 +88,7 @@ def changed_outside(case: Case) -> Judgement:
         what = "the ranks start with different weights"
         fix = "broadcast the weights from rank 0, or wrap"
         if not case.trains_together:
-            what, fix = f"{what} and exchange no gradients", "wrap"
+            what, fix = f"{what}, and no exchange of gradients was seen", "wrap"
         if _trains_alone(case, name) or not (case.trains_together or case.has_dividing_sampler):
             return NotJudged(
                 f"{what}: each may train a model of its own, or the reduction was forgotten.",
@@ -145,9 +145,9 @@ def drifting_weights(case: Case) -> Judgement:
         )
     if not case.trains_together and log.first(TrainingContinues) and _sends_first(log):
         return NotJudged(
-            f"the ranks exchange no gradients, and their weights differ after step {mismatch.step}: the "
-            "script averages them after the watched steps (local SGD), or the reduction was forgotten. To "
-            "watch what follows, give more --steps.",
+            f"no exchange of gradients was seen, and the ranks' weights differ after step {mismatch.step}: "
+            "the script averages them after the watched steps (local SGD), or the reduction was forgotten. "
+            "To watch what follows, give more --steps.",
             is_open=True,
         )
     at, why, fix = _cause_of_drift(case, mismatch)

@@ -159,6 +159,13 @@ def _as_text(uses: int, slack: int) -> str:
 def learns_less(case: Case) -> Judgement:
     """With the samples of one process, the loss of N processes falls much less."""
     run, solo = case.replay, case.solo.ranks[0]
+    step = _not_finite(case.ranks[0])
+    if step is not None and _not_finite(solo) is None:
+        return NotJudged(
+            f"in step {step} the optimizer of the ranks got a gradient that is not finite, and that of one "
+            "process got none.",
+            is_open=True,
+        )
     if run is None:
         return NotJudged(case.why_no_replay)
     if run.plan.mode == "divided" and any(event.buffers for event in solo.of(ModelSeen)):
@@ -197,6 +204,12 @@ def learns_less(case: Case) -> Judgement:
         evidence=figure,
         effect=f"{(left_of_all - left) / (1 - left):.0%} of the fall of the loss is missing",
     )
+
+
+def _not_finite(log: RankLog) -> int | None:
+    """The first step whose gradient contains inf or nan; None if there is none."""
+    steps = log.of(OptimizerStepBegun)
+    return next((e.step for e in steps if not all(map(math.isfinite, e.norms.values()))), None)
 
 
 def _losses(log: RankLog) -> list[float]:
