@@ -202,6 +202,8 @@ ONE_PROCESS: list[tuple[str, Callable[[], object]]] = [
     ("group-twice", alone),
     ("ddp-ready-twice", reentrant),
     ("ddp-unused-parameters", unused),
+    ("sync-batchnorm-on-cpu", lambda: nn.SyncBatchNorm(2)(torch.ones(2, 2))),
+    ("sync-batchnorm-on-cpu", lambda: DistributedDataParallel(nn.SyncBatchNorm(2))),
     ("no-backend-for-device", cuda_group),
 ]
 
