@@ -415,3 +415,43 @@ def test_wrong_models_are_named_and_the_layout_is_that_of_a_real_backward() -> N
         assert found["compiled"] == [True, True, False, True]
         for what, texts in DIFFERENT.items():
             assert all(text in found[what] for text in texts), found[what]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.table(ids)))
+        return out
+
+
+def _tied_on_meta(job: Any) -> tuple[bool, list[float], str]:
+    def fill(layer: nn.Module) -> None:
+        for p in layer.parameters(recurse=False):
+            nn.init.normal_(p, std=0.02)
+
+    with torch.device("meta"):
+        net, other, split = Tied(), Tied(), Tied()
+    model = paceline.ddp(job, net, init=fill)
+    model(torch.arange(5)).sum().backward()
+    paceline.ddp(job, other)  # by reset_parameters
+    are_tied = all(each.head.weight is each.table.weight for each in (net, other))
+    with pytest.raises(ConfigError) as raised:
+        paceline.tensor_parallel(job, split)
+    with pytest.raises(ConfigError, match="init has no effect"):
+        paceline.ddp(job, Tied(), init=fill)
+    return are_tied, net.head.weight.detach().reshape(-1).tolist(), str(raised.value)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_tied_parameters_on_the_meta_device_stay_tied(nproc: int) -> None:
+    (_, weights, _), *_ = run_ranks(_tied_on_meta, nproc=1)
+    assert 0 < max(map(abs, weights)) < 0.2
+    for are_tied, own, refused in run_ranks(_tied_on_meta, nproc=nproc):
+        assert are_tied
+        assert own == weights
+        assert "table.weight, head.weight" in refused

@@ -30,11 +30,6 @@ def test_wrong_modules_are_named() -> None:
             paceline.ddp(job, nn.Linear(2, 1).requires_grad_(False))
         with pytest.raises(ConfigError, match="ReLU has no trainable parameter"):
             paceline.ddp(job, nn.ReLU())
-        with pytest.raises(ConfigError) as raised:
-            paceline.ddp(job, nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1, device="meta")))
-        assert raised.value.parameters == ["1.weight"]
-        assert "is on meta, this rank computes on cpu" in str(raised.value)
-        assert "to_empty" in str(raised.value)
         with pytest.raises(ConfigError, match="has no shape yet"):
             paceline.ddp(job, nn.LazyLinear(1))
 

@@ -7,7 +7,7 @@ It fixes the bucket layout, so that a resumed run has the same one. torch's DDP 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -27,10 +27,12 @@ from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
     agree_on_parameters,
+    allocate_meta,
     equalize_buffers,
     has_sparse_layer,
     owned_parameters,
     refuse_module,
+    refuse_unfilled,
     refuse_wrapped,
     unreached_error,
 )
@@ -49,6 +51,7 @@ def ddp(
     static_graph: bool = False,
     find_unused: bool = False,
     compress: str | PowerSGD | None = None,
+    init: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
@@ -67,6 +70,9 @@ def ddp(
             `PowerSGD(rank=4)` approximates them. For slow networks; the result is no longer that of one
             process. Every 100 steps the log gets `compression_error`, the relative error of the averaged
             gradient, and `compression_saved_bytes`, what each rank did not have to send in that step.
+        init: For a module on the meta device: called with each submodule that has parameters or buffers of
+            its own, when these are allocated, to fill them. None calls `reset_parameters`. Tied parameters
+            stay tied.
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
@@ -86,6 +92,11 @@ def ddp(
             f"ddp keeps the whole model on each rank, but the mesh is {job.mesh}.",
             fix="use paceline.fsdp, or Mesh(dp_replicate=-1).",
         )
+    if any(p.is_meta for p in module.parameters()):
+        refuse_unfilled(module, init)
+        allocate_meta(module, job.device, init)
+    elif init is not None:
+        raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
     refuse_module(job, module, wrap="paceline.ddp")
     if job.data.group is None:
         return module

@@ -37,6 +37,7 @@ from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
+    allocate_meta,
     broadcast_tensors,
     enclosing,
     equalize_buffers,
@@ -47,6 +48,7 @@ from paceline.parallel.modules import (
     owned_parameters,
     refuse_compiled,
     refuse_module,
+    refuse_unfilled,
     refuse_wrapped,
     tied_parameters,
     unreached_error,
@@ -140,12 +142,12 @@ def fsdp(
     layers = [*(module.get_submodule(name) for name in names), module]
     _refuse_large_blocks(job, [*names, ""], layers)
     if is_meta:
-        _refuse_unfilled(module, init)
+        refuse_unfilled(module, init)
     else:
         refuse_module(job, module, wrap="paceline.fsdp")
     if job.data.group is None and param_dtype is None:
         for layer in layers if is_meta else ():
-            _allocate(layer, job.device, init)
+            allocate_meta(layer, job.device, init)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
     if job.mesh is not None and job.mesh.dp_shard == 1 < job.mesh.dp_replicate and job.rank == 0:
@@ -164,7 +166,7 @@ def fsdp(
     try:
         for layer in layers:
             if is_meta:
-                _allocate(layer, job.device, init)
+                allocate_meta(layer, job.device, init)
             if job.data.group is not None:
                 whole = [
                     local(p.detach()) for p in layer.parameters() if not _has_axis(p, "dp_shard")
@@ -260,53 +262,6 @@ def _refuse_large_blocks(job: Job, names: list[str], layers: list[nn.Module]) ->
                 why="the parameters of a block are gathered together on each rank.",
                 fix="name smaller submodules in blocks=, or split layers with paceline.tensor_parallel.",
             )
-
-
-def _refuse_unfilled(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
-    if init is not None:
-        return
-    for name, layer in module.named_modules():
-        if _own_meta_tensors(layer) and not hasattr(layer, "reset_parameters"):
-            raise ConfigError(
-                f"{name or 'the module'} ({type(layer).__name__}) is on the meta device and has no "
-                "`reset_parameters`, so its values are not known.",
-                fix="pass init=, a function that fills the parameters and buffers of one submodule.",
-            )
-
-
-def _own_meta_tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    return [(name, tensor) for name, tensor in own if tensor.is_meta]
-
-
-def _allocate(
-    block: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None
-) -> None:
-    """Allocate the tensors of a block that are on the meta device, and fill them."""
-    new: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
-    for layer in block.modules():
-        own = _own_meta_tensors(layer)
-        for name, tensor in own:
-            if tensor not in new:
-                empty = torch.empty_like(tensor, device=device)
-                if empty.is_floating_point():
-                    empty.fill_(math.nan)  # to see below whether it was filled
-                is_parameter = isinstance(tensor, nn.Parameter)
-                new[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            setattr(layer, name, new[tensor])
-        if not own:
-            continue
-        with torch.no_grad():
-            init(layer) if init is not None else layer.reset_parameters()  # type: ignore[operator]
-        for name, _ in own:
-            tensor = getattr(layer, name)
-            if tensor.numel() and tensor.isnan().all():
-                function = "reset_parameters" if init is None else "init"
-                raise ConfigError(
-                    f"`{function}` does not fill {name!r} of {type(layer).__name__}.",
-                    why="the module was on the meta device, so its values are not known.",
-                    fix="pass init=, a function that fills all parameters and buffers of one submodule.",
-                )
 
 
 def _prefetch(module: nn.Module, number: int) -> None:

@@ -6,8 +6,9 @@ The checks run before training and name parameters. torch would raise later, or 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -118,7 +119,7 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
             raise ConfigError(
                 f"parameter {name!r} is on {p.device}, this rank computes on {job.device}.",
                 where=job.where(),
-                fix="model.to_empty(device=job.device), then initialise it."
+                fix=_fill_by_hand(module)
                 if p.is_meta
                 else f"model.to(job.device) before {wrap}(...) and before the optimizer is made.",
                 parameters=[name],
@@ -137,6 +138,12 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
                 why="it gets the values of rank 0, and torch cannot write to such a tensor.",
                 fix="register a copy of it: buffer.clone().",
             )
+
+
+def _fill_by_hand(module: nn.Module) -> str:
+    ties = ["one parameter: " + ", ".join(names) for names in tied_parameters(module)]
+    again = f", and tie again what to_empty has untied ({'; '.join(ties)})" if ties else ""
+    return f"model.to_empty(device=job.device), then initialise it{again}."
 
 
 def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
@@ -218,6 +225,53 @@ def tied_parameters(module: nn.Module) -> list[list[str]]:
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def refuse_unfilled(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    if init is not None:
+        return
+    for name, layer in module.named_modules():
+        if _own_meta_tensors(layer) and not hasattr(layer, "reset_parameters"):
+            raise ConfigError(
+                f"{name or 'the module'} ({type(layer).__name__}) is on the meta device and has no "
+                "`reset_parameters`, so its values are not known.",
+                fix="pass init=, a function that fills the parameters and buffers of one submodule.",
+            )
+
+
+def _own_meta_tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in own if tensor.is_meta]
+
+
+def allocate_meta(
+    block: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Allocate the tensors of a block that are on the meta device, and fill them."""
+    new: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
+    for layer in block.modules():
+        own = _own_meta_tensors(layer)
+        for name, tensor in own:
+            if tensor not in new:
+                empty = torch.empty_like(tensor, device=device)
+                if empty.is_floating_point():
+                    empty.fill_(math.nan)  # to see below whether it was filled
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(layer, name, new[tensor])
+        if not own:
+            continue
+        with torch.no_grad():
+            init(layer) if init is not None else layer.reset_parameters()  # type: ignore[operator]
+        for name, _ in own:
+            tensor = getattr(layer, name)
+            if tensor.numel() and tensor.isnan().all():
+                function = "reset_parameters" if init is None else "init"
+                raise ConfigError(
+                    f"`{function}` does not fill {name!r} of {type(layer).__name__}.",
+                    why="the module was on the meta device, so its values are not known.",
+                    fix="pass init=, a function that fills all parameters and buffers of one submodule.",
+                )
 
 
 def pattern_of(name: str) -> str:
