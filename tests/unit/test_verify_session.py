@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,17 @@ def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
         "remark: with 3 processes it could not be verified: at most 2 processes",
         "1 fault found: a rule; 0 checks passed, 0 not seen",
     ]
+
+
+def test_a_full_disk_of_verification_is_no_fault_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: Any = SimpleNamespace(wait=lambda timeout_s: True, end=lambda: None, pids=[])
+    monkeypatch.setattr(session, "ForkedRanks", lambda *_: ended)
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    plan = RunPlan(tmp_path / "solo", "solo", 1, 20)
+    with pytest.raises(Refused, match="the disk of verification's own folder is full"):
+        session._run(plan, OPTIONS)
 
 
 def test_what_the_runs_recorded_is_kept_in_an_empty_folder(

@@ -108,6 +108,12 @@ class Failed(Event):
     code: Any = None
 
 
+class OwnFileRead(Event):
+    """The script reads a file that an earlier run of verification wrote, such as a checkpoint."""
+
+    path: str
+
+
 class RankEnded(Event):
     """The process ended; missing after an error, a kill and `os._exit`."""
 

@@ -11,9 +11,12 @@ import linecache
 import multiprocessing
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,6 +33,7 @@ from paceline.audit.events import (
     Failed,
     Forked,
     GroupInitialised,
+    OwnFileRead,
     OwnRanksStarted,
     ProcessStarted,
     RankEnded,
@@ -79,6 +83,8 @@ def install(progress: Progress, models: Models, control: object) -> None:
     intercept("send", hooks.send, control)
     intercept("exit", hooks.exit, sys)
     os.register_at_fork(before=hooks.before_fork)
+    if progress.plan.mode != "solo":
+        sys.addaudithook(hooks.audit)
     atexit.register(hooks.at_exit)
 
 
@@ -88,6 +94,7 @@ class ProcessHooks:
     def __init__(self, progress: Progress, models: Models) -> None:
         self._progress, self._models = progress, models
         self._recorder = progress.recorder
+        self._began_s = time.time()
 
     def set_seed(self, seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._recorder.write(SeedSet(at=calling_line()))
@@ -136,6 +143,19 @@ class ProcessHooks:
             names = {each.name for each in fields(Failed)}
             self._recorder.write(Failed(**{k: v for k, v in event.items() if k in names}))
         return send(event)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Record that the script opens a file for reading that an earlier run of verification wrote."""
+        if event != "open" or not isinstance(args[0], str) or not str(args[1]).startswith("r"):
+            return
+        path = Path(args[0])
+        own = self._progress.plan.folder.parent
+        if path.suffix in (".py", ".pyc") or own in path.parents or not (at := user_line()):
+            return
+        with suppress(OSError):
+            found = path.stat()
+            if found.st_size and self._progress.plan.begun_s <= found.st_mtime < self._began_s:
+                self._recorder.write(OwnFileRead(at=at, path=str(path)))
 
     def exit(self, exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
         by = str(calling_frame().f_globals.get("__name__"))

@@ -13,6 +13,7 @@ from paceline.audit.events import (
     GroupInitialised,
     NotBitwise,
     OptimizerStepBegun,
+    OwnFileRead,
     OwnRanksStarted,
     PassBegun,
     ProcessStarted,
@@ -27,6 +28,12 @@ from paceline.explain.reading import recognise
 _TAIL_LINES = 30
 # N ranks with a part of the data take at least this share of the steps of one process together.
 _PART = 0.9
+
+
+_OWN_FILE = "it read {} at {}, which an earlier run of this verification wrote."
+_NO_RESUME = (
+    "turn off resuming or saving during verification, or give each run a folder of its own."
+)
 
 
 class Refused(PacelineError):
@@ -187,6 +194,9 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         what = "the script needs a GPU, and this host has none."
         where = group.at if needs_nccl else where
         fix = "use a host with a GPU, or choose the device with torch.cuda.is_available()."
+    elif (own := log.first(OwnFileRead)) is not None:
+        what = f"the script failed in {run.name}: {what}"
+        why, fix = _OWN_FILE.format(own.path, own.at), _NO_RESUME
     else:
         known = recognise(what)
         why, fix = (known.cause.why, known.cause.fix) if known else ("", "")
@@ -213,19 +223,19 @@ def _no_step(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
     log = none[0]
     who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
-    load, exit_ = log.first(StateLoaded), log.first(ExitCalled) or ExitCalled()
+    load, own = log.first(StateLoaded), log.first(OwnFileRead)
+    exit_ = log.first(ExitCalled) or ExitCalled()
     where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
     if any(each.of(BackwardBegun) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
     elif (start := log.first(ProcessStarted)) is not None:
         where, why = start.at, "it started a process there, and verify cannot watch what that does."
         fix = "train in the process that verify starts, as torchrun does, not in one that the script starts."
+    elif load is not None and own is not None:
+        where, why, fix = load.at, _OWN_FILE.format(own.path, own.at), _NO_RESUME
     elif load is not None:
-        where, why = (
-            load.at,
-            "it loaded a state there, which the previous run may have saved at its end.",
-        )
-        fix = "turn off resuming or saving during verification."
+        where, why = load.at, "it loaded a state there, and had nothing left to train."
+        fix = "turn off resuming during verification."
     elif not log.ended:
         why = "it called os._exit(), or another program took its place (os.exec)."
     elif exit_.at:  # else the end of the rank itself

@@ -35,6 +35,7 @@ class RunPlan:
         bitwise: Whether paceline's reproducible mode is turned on.
         max_steps: The solo run doubles its steps up to so many as long as they are fast. The ordinary run is
             ended after so many, if they are more than `steps`.
+        begun_s: When the solo run began, in seconds since 1970.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
     """
 
@@ -46,6 +47,7 @@ class RunPlan:
     bitwise: bool = False
     max_steps: int = 0
     cut_at: int | None = None
+    begun_s: float = 0.0
 
     @property
     def last_steps(self) -> int:

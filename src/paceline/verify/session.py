@@ -32,6 +32,8 @@ _REPLAY_FACTOR = 10  # by the longest of the runs before
 # Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
+# With less space, a write of the recording may have failed: it flushes each line, and saves whole tensors.
+_FULL_BYTES = 2**20
 # The steps to watch by default: at least, and at most.
 _STEPS, _MAX_STEPS = 20, 200
 
@@ -88,6 +90,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
 
         steps = options.steps or _STEPS
         plan = RunPlan(folder / "solo", "solo", 1, steps, bitwise=options.bitwise)
+        plan = replace(plan, begun_s=time.time())
         solo = run(replace(plan, max_steps=options.steps or _MAX_STEPS))
         refuse_early_exit(solo)
         refuse(solo)
@@ -162,6 +165,13 @@ def _run(plan: RunPlan, options: VerifyOptions) -> Run:
         end = _wait(ranks, plan, options)
     finally:
         ranks.end()
+    if (left := shutil.disk_usage(plan.folder).free) < _FULL_BYTES:
+        raise Refused(
+            f"the disk of verification's own folder is full: {left} bytes are left at {plan.folder}.",
+            why="what the runs recorded is not complete, and what they printed may have failed.",
+            fix="free space there, or set TMPDIR to a folder on another disk.",
+            output=[],
+        )
     text = output.read_text(errors="replace")[-_OUTPUT_CHARS:]
     logs = evidence.read_logs(plan.folder, plan.world_size)
     return Run(plan, logs, ranks.returncode, text, end == "hung", end == "out of time")

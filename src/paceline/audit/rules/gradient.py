@@ -25,7 +25,9 @@ from paceline.audit.events import (
     DDPBuilt,
     Digests,
     OptimizerStepBegun,
+    OwnFileRead,
     SeedSet,
+    StateLoaded,
 )
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
@@ -306,6 +308,9 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     if first.params != other.params and not replayed[0].layouts:
         seeds = (run.ranks[0].of(SeedSet) for run in (case.solo, case.ordinary))
         why = "" if any(seeds) else ": no call of torch.manual_seed was seen"
+        own = replayed[0].first(OwnFileRead)
+        if own is not None and replayed[0].first(StateLoaded):
+            why = f": {own.path}, which an earlier run of verification wrote, is read at {own.at}"
         return f"the weights differ between two runs before the first step{why}."
     if not case.has_same_inputs:
         return "step 1 has other inputs than on one process, such as random ones or fewer micro-batches."
