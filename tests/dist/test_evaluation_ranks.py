@@ -278,7 +278,7 @@ def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:
 def test_ranks_that_do_not_evaluate_are_named() -> None:
     outcomes = run_failing_ranks(_evaluate_on, [0], False, nproc=3)
     assert isinstance(outcomes[0].error, paceline.EvaluationError)
-    assert "ranks 1 and 2 did not call `evaluate` in this step" in str(outcomes[0].error)
+    assert "ranks 1 and 2 did not call `evaluate` at this point" in str(outcomes[0].error)
     assert "rank 0 of 3" in str(outcomes[0].error)
     assert "step 3" in str(outcomes[0].error)
     assert all(isinstance(each.error, PeerFailed) for each in outcomes[1:])

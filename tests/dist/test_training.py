@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import time
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -1278,6 +1279,75 @@ def test_the_error_of_a_bad_sample_names_step_rank_and_sample(kind: str, nproc: 
         steps.add(error.step)
     (step,) = steps
     assert 1 <= step <= 4
+
+
+def _calls_on_rank_0(job: Any, call: str, where: str, then: str, folder: str) -> None:
+    """Rank 0 alone makes a call before the loop, in a step or after the loop; then all ranks do something."""
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    model = training.models[0]
+
+    def evaluate() -> None:
+        paceline.evaluate(job, model, make_data(), lambda m, b: {"loss": loss_sum(m, b)})
+
+    calls: dict[str, Any] = {
+        "save": training.save,
+        "export": partial(training.export, f"{folder}/model.pth"),
+        "load_state_dict": lambda: training.load_state_dict(training.state_dict()),
+        "resume": training.resume,
+        "evaluate": evaluate,
+    }
+
+    def come_to(point: str) -> None:
+        if point == where and job.rank == 0:
+            calls[call]()
+        if point == where and then == "evaluate":
+            evaluate()
+
+    come_to("before the loop")
+    for step in training.steps(until=3):
+        if step.number == 2:
+            come_to("before the sum")
+        backwards(training, step)
+        step.update()
+        if step.number == 2:
+            come_to("after the update")
+    come_to("after the loop")
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "then"),
+    [
+        ("save", "before the sum", ""),
+        ("save", "after the update", ""),
+        ("save", "after the update", "evaluate"),
+        ("export", "before the loop", ""),
+        ("export", "before the sum", ""),
+        ("export", "after the update", ""),
+        ("export", "after the loop", ""),
+        ("export", "after the loop", "evaluate"),
+        ("load_state_dict", "before the loop", ""),
+        ("load_state_dict", "after the loop", ""),
+        ("resume", "before the loop", "evaluate"),
+        ("evaluate", "before the loop", ""),
+        ("evaluate", "before the sum", ""),
+        ("evaluate", "after the loop", ""),
+    ],
+)
+def test_a_call_on_one_rank_is_an_error_long_before_the_timeout(
+    call: str, where: str, then: str, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    outcomes = run_failing_ranks(
+        _calls_on_rank_0, call, where, then, str(tmp_path), nproc=3, timeout_s=50
+    )
+    assert time.monotonic() - began < 40
+    texts = [str(outcome.error) for outcome in outcomes]
+    # If all ranks wait, the first that notices it names the call that it is in itself.
+    names = {call, then or ("resume" if where == "before the loop" else call)}
+    prefixed = [name if name == "evaluate" else f"training.{name}" for name in names]
+    assert any(
+        f"did not call `{name}` at this point" in text for name in prefixed for text in texts
+    )
 
 
 def _infinite_mask(job: Any, folder: str) -> int:

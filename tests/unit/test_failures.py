@@ -64,22 +64,26 @@ def connect(store: dist.Store) -> Iterator[Callable[..., Peers]]:
 def test_a_rank_that_came_and_passed_on_between_two_looks_is_heard(
     connect: Any, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def passes_meanwhile(rank: int, loop: int) -> int:
+    def passes_meanwhile(rank: int) -> Any:
         store.set(f"loss/{rank}", "2.5")
-        return 7
+        return failures._Progress(1, 7, 7, "")
 
     peers = connect()
     monkeypatch.setattr(failures, "_GRACE_S", 0.0)
-    monkeypatch.setattr(peers, "_passed_by", passes_meanwhile)
-    assert peers.exchange("loss", 1.5, 7, loop=1, timeout_s=20) == ([1.5, 2.5], {})
+    monkeypatch.setattr(peers, "_progress_of", passes_meanwhile)
+    assert peers.exchange("loss", 1.5, _passed(7), timeout_s=20) == ([1.5, 2.5], {})
+
+
+def _passed(step: int) -> Callable[[Any], bool]:
+    return lambda other: other.passed >= step
 
 
 def test_a_rank_that_passed_or_does_not_come_is_missing(connect: Any) -> None:
     ahead, asks = connect(rank=1, world_size=3), connect(world_size=3)
     ahead.new_loop()
     ahead.passed = 7
-    assert asks.exchange("loss", 1.5, 7, loop=1, timeout_s=20) == ([], {1: 7})
-    assert asks.exchange("late", 1.5, 9, loop=1, timeout_s=0.1) == ([], {1: 7, 2: 0})
+    assert asks.exchange("loss", 1.5, _passed(7), timeout_s=20) == ([], {1: 7})
+    assert asks.exchange("late", 1.5, _passed(9), timeout_s=0.1) == ([], {1: 7, 2: 0})
     asks.new_loop()
     with pytest.raises(StepError, match="rank 1 went on after step 7"):
         asks.leave_loop(6, updated=True, timeout_s=20)
@@ -93,7 +97,7 @@ def test_the_store_does_not_look_for_each_rank_in_each_poll(store: dist.Store, s
     def exchange(peers: Peers) -> Any:
         if peers._rank == size - 1:
             time.sleep(0.3)  # the others poll
-        return peers.exchange("loss", peers._rank, 3, loop=0, timeout_s=20)
+        return peers.exchange("loss", peers._rank, _passed(3), timeout_s=20)
 
     try:
         with ThreadPoolExecutor(size) as pool:
@@ -151,15 +155,15 @@ def test_a_rank_that_is_late_to_read_the_loss_of_an_ended_step_is_awaited(
         losses.append(StepLoss(job, 3, torch.tensor(1.0), 2))
     looks = []
 
-    def comes_at_the_second_look(rank: int, loop: int) -> int:
+    def comes_at_the_second_look(rank: int) -> Any:
         looks.append(rank)
         if len(looks) == 2:
             coming.append(pool.submit(float, losses[1]))
-        return passed
+        return failures._Progress(0, passed, passed, "")
 
     monkeypatch.setattr(current_step, "step", step_now)
     monkeypatch.setattr(failures, "_GRACE_S", 0.0)
-    monkeypatch.setattr(early, "_passed_by", comes_at_the_second_look)
+    monkeypatch.setattr(early, "_progress_of", comes_at_the_second_look)
     coming: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
         assert float(losses[0]) == 0.5
@@ -201,7 +205,7 @@ def test_ranks_answer_while_one_asks_and_are_quiet_afterwards(
     answers = CountingStore(store)
     monkeypatch.setattr(client, "clone", lambda: answers)
     connect(rank=1, client=client).passed = 4
-    assert connect().exchange("loss", 0.0, 4, loop=0, timeout_s=20) == ([], {1: 4})
+    assert connect().exchange("loss", 0.0, _passed(4), timeout_s=20) == ([], {1: 4})
     assert answers.calls["set"]
     _wait_for_looks(answers, 2)  # the first may have begun while the question was open
     written = answers.calls["set"]

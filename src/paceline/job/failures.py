@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -47,6 +47,15 @@ _ENDED_A_JOB = "_paceline_ended_a_job"
 NO_STEP_LEFT = sys.maxsize  # `Peers.passed` of a rank that leaves the job
 
 
+class _Progress(NamedTuple):
+    """How far a rank is, as its thread answers; see `Peers`. An answer may be out of date."""
+
+    loop: int
+    passed: int
+    reduced: int
+    waiting: str
+
+
 class Peers:
     """Messages between the ranks of a job, apart from collectives.
 
@@ -56,10 +65,11 @@ class Peers:
     Attributes:
         passed: the last step of this rank's loop that is not in progress any more; 0 before the first;
             `NO_STEP_LEFT` once this rank leaves the job.
+        reduced: the last step in which this rank has begun a collective of the gradients.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.passed = 0
+        self.passed = self.reduced = 0
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -67,6 +77,7 @@ class Peers:
         self._place = ""  # where `_num_calls` were made
         self._num_calls = Counter[str]()
         self._posted: dict[str, str] = {}  # by call: the key of this rank in its newest exchange
+        self._waiting = ""  # the name of the exchange in progress
         self._lingered = False
         self._stop = threading.Event()
         # The main thread may be in a blocking call of the store, which holds its client's lock.
@@ -124,7 +135,9 @@ class Peers:
 
     def new_loop(self) -> int:
         """Count a new loop; its number. Each rank calls it when a loop begins, and when it is left early."""
-        self.passed = 0  # before the number: the thread reads them in the opposite order
+        self.passed = self.reduced = (
+            0  # before the number: the thread reads them in the opposite order
+        )
         self._loop += 1
         return self._loop
 
@@ -147,7 +160,9 @@ class Peers:
         """
         loop, name = self._loop, f"left/{self.new_loop()}"
         wait_s = timeout_s if updated else min(timeout_s, _LATE_S)
-        steps, missing = self.exchange(name, step, step, loop=loop, timeout_s=wait_s)
+        steps, missing = self.exchange(
+            name, step, lambda other: other.loop >= loop and other.passed >= step, timeout_s=wait_s
+        )
         others = {rank: f"left after step {s}" for rank, s in enumerate(steps) if s != step}
         for rank, passed in missing.items():
             others[rank] = f"went on after step {passed}" if passed >= step else "did not"
@@ -171,7 +186,8 @@ class Peers:
     ) -> tuple[list[Any], dict[int, int]]:
         """As `exchange`, for a call that all ranks make in the same step, or after the same one.
 
-        In a step, ranks that pass it without the call are missing; else ranks that leave the job.
+        Ranks are missing that go on without the call: in a step to its sum of gradients or its end, else to
+        a later loop or the end of the job; or that wait in another call.
 
         Args:
             call: which call it is, such as "evaluate". It is counted within the step only: after an error
@@ -184,10 +200,23 @@ class Peers:
         self._num_calls[call] += 1
         name = f"{call}/{place}/{self._num_calls[call]}"
         step = current_step.step if self.is_in_step else NO_STEP_LEFT
-        return self.exchange(name, value, step, loop=self._loop, timeout_s=timeout_s)
+        loop, is_before_sum = self._loop, self.reduced < step
+
+        def has_passed(other: _Progress) -> bool:
+            reduces = is_before_sum and other.reduced >= step
+            in_loop = other.loop == loop and (other.passed >= step or reduces)
+            return in_loop or other.loop > loop or self._is_in_another_call(other.waiting)
+
+        return self.exchange(name, value, has_passed, timeout_s=timeout_s)
+
+    def _is_in_another_call(self, waiting: str) -> bool:
+        """Whether an exchange belongs to this place, and this rank has not come to it."""
+        call, _, rest = waiting.partition("/")
+        place, _, number = rest.rpartition("/")
+        return place == self._place and int(number) > self._num_calls[call]
 
     def exchange(
-        self, name: str, value: Any, step: int, *, loop: int, timeout_s: float
+        self, name: str, value: Any, has_passed: Callable[[_Progress], bool], *, timeout_s: float
     ) -> tuple[list[Any], dict[int, int]]:
         """Give a value to all ranks and get theirs. If only some ranks call it, they learn who is missing.
 
@@ -198,7 +227,7 @@ class Peers:
         Args:
             name: a name that is used once: the call, a slash, and what distinguishes it from earlier ones.
             value: anything that JSON can represent.
-            step: ranks that pass this step of `loop` without giving a value are missing.
+            has_passed: ranks for which it is True, and that have not given a value, are missing.
 
         Returns:
             The values in rank order, and {}; or [], and for each missing rank the last step that it passed.
@@ -206,6 +235,15 @@ class Peers:
         Raises:
             PeerFailed: a rank failed instead of giving a value.
         """
+        self._waiting = name
+        try:
+            return self._exchange(name, value, has_passed, timeout_s)
+        finally:
+            self._waiting = ""
+
+    def _exchange(
+        self, name: str, value: Any, has_passed: Callable[[_Progress], bool], timeout_s: float
+    ) -> tuple[list[Any], dict[int, int]]:
         keys = store_exchange.post(self._store, name, value, self._rank, self._world_size)
         call = name.partition("/")[0]
         previous, self._posted[call] = self._posted.get(call), keys[self._rank]
@@ -213,7 +251,7 @@ class Peers:
         if self._store.add(f"{name}/{_NUM_COME}", 1) == self._world_size:
             self._store.set(f"{name}/{_ALL_HAVE_COME}", "")
         elif not self._wait_for([f"{name}/{_ALL_HAVE_COME}"], min(timeout_s, _GRACE_S)):
-            missing = self._missing(keys, step, loop, deadline)
+            missing = self._missing(keys, has_passed, deadline)
             if missing:
                 return [], missing
         values = store_exchange.read(self._store, keys)
@@ -232,7 +270,9 @@ class Peers:
             time.sleep(_POLL_S)
         return True
 
-    def _missing(self, keys: list[str], step: int, loop: int, deadline: float) -> dict[int, int]:
+    def _missing(
+        self, keys: list[str], has_passed: Callable[[_Progress], bool], deadline: float
+    ) -> dict[int, int]:
         """Ask the absent ranks for their step until all have come or some cannot come any more."""
         all_answered_at = deadline
         absent = list(range(self._world_size))
@@ -243,9 +283,9 @@ class Peers:
                 absent = [rank for rank in absent if not self._store.check([keys[rank]])]
                 if failure is not None and absent:
                     raise failure
-                passed = {rank: self._passed_by(rank, loop) for rank in absent}
+                progress = {rank: self._progress_of(rank) for rank in absent}
                 late = time.monotonic() > deadline
-                gone = {rank: last for rank, last in passed.items() if last >= step or late}
+                gone = {rank: p.passed for rank, p in progress.items() if late or has_passed(p)}
                 # A rank gives its value before it passes, so it may have come in between.
                 missing = {r: last for r, last in gone.items() if not self._store.check([keys[r]])}
                 if missing:
@@ -257,12 +297,11 @@ class Peers:
         finally:
             self._store.add(_QUESTIONS, -1)
 
-    def _passed_by(self, rank: int, loop: int) -> int:
+    def _progress_of(self, rank: int) -> _Progress:
         key = f"{_PASSED}/{rank}"
         if not self._store.check([key]):
-            return 0
-        their_loop, passed = map(int, self._store.get(key).split())
-        return passed if their_loop >= loop else 0  # an answer from an earlier loop is out of date
+            return _Progress(-1, 0, 0, "")
+        return _Progress(*json.loads(self._store.get(key)))
 
     def _answer(self, store: dist.Store) -> None:
         wait_s = 0.0
@@ -272,7 +311,8 @@ class Peers:
                 wait_s = _ANSWER_S if asked else _IDLE_S
                 if asked:
                     loop = self._loop
-                    store.set(f"{_PASSED}/{self._rank}", f"{loop} {self.passed}")
+                    answer = _Progress(loop, self.passed, self.reduced, self._waiting)
+                    store.set(f"{_PASSED}/{self._rank}", json.dumps(answer))
         except RuntimeError:
             return  # rank 0 has ended, and the store with it; the main thread reports it
 

@@ -435,7 +435,9 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
 
 def _wait_until_connected(job: Job, peers: Peers) -> None:
     """Wait until all ranks are connected. A rank that fails before would break the connections of others."""
-    _, missing = peers.exchange("connected", None, 1, loop=0, timeout_s=job.timeout_s)
+    _, missing = peers.exchange(
+        "connected", None, lambda other: other.passed > 0, timeout_s=job.timeout_s
+    )
     if missing:
         raise CollectiveTimeout(
             f"{name_ranks(missing)} did not connect within {job.timeout_s:g} s.",

@@ -148,16 +148,15 @@ def evaluate(
     job.refuse_if_left()
     sharded = is_split(model)  # then each forward is a collective
     job.settle()
-    if job.peers is not None and job.peers.is_in_step:
-        collectives.gather_in_step(
-            job,
-            "evaluate",
-            None,
-            action="call `evaluate` in this step",
-            error=EvaluationError,
-            why="each rank evaluates its share of the samples, and waits for the results of the others.",
-            fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
-        )
+    collectives.gather_in_step(
+        job,
+        "evaluate",
+        None,
+        action="call `evaluate` at this point",
+        error=EvaluationError,
+        why="each rank evaluates its share of the samples, and waits for the results of the others.",
+        fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
+    )
     equalize_buffers(job, model)
     requested = metrics or {}
     copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}

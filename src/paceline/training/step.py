@@ -253,7 +253,14 @@ class Step:
         """Prepare for the micro-batches of the step, or for their repetition."""
         for record in self._records:
             record.trained.clear_gradients_if_extended()
-        self._context.strategy.begin_step(self._planned)
+        strategy = self._context.strategy
+        if strategy.needs_equal_micro_batches or strategy.runs_micro_batches:
+            self._begin_collectives()  # forwards are collectives
+        strategy.begin_step(self._planned)
+
+    def _begin_collectives(self) -> None:
+        if (peers := self._context.job.peers) is not None:
+            peers.reduced = self.number
 
     def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context
@@ -431,6 +438,8 @@ class Step:
         inputs = None
         if len(records) < len(self._records):
             inputs = [p for record in records for p in record.trained.parameters]
+        if micro.is_last:
+            self._begin_collectives()
         try:
             context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:

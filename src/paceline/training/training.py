@@ -406,6 +406,7 @@ class Training:
         """
         self._refuse_in_step("load_state_dict")
         self.job.settle()
+        self._await_all("load_state_dict", "each rank loads its part, and they go on together.")
         self.resume()  # here, because `steps` would replace the state by that of a checkpoint
         self._load(saved)
         if self.checkpoints is not None:
@@ -418,6 +419,17 @@ class Training:
         self._last = None
         self._is_resumed = True
         self._replica_check.reset()
+
+    def _await_all(self, method: str, why: str) -> None:
+        """Wait until all ranks have come to this call. Raises StepError if a rank goes on without it."""
+        collectives.gather_in_step(
+            self.job,
+            method,
+            None,
+            action=f"call `training.{method}` at this point",
+            why=why,
+            fix="call it on every rank, without `if job.rank == 0`.",
+        )
 
     def _refuse_in_step(self, what: str) -> None:
         if self._loop_state.step is not None:
@@ -490,14 +502,7 @@ class Training:
             )
         agreed = self._control.agreed
         if not agreed.save:
-            collectives.gather_in_step(
-                self.job,
-                "save",
-                None,
-                action="call `training.save` in this step",
-                why="each rank writes its part of the checkpoint.",
-                fix="call it on every rank, without `if job.rank == 0`.",
-            )
+            self._await_all("save", "each rank writes its part of the checkpoint.")
         agreed.save = True
         agreed.best |= best
 
@@ -523,13 +528,8 @@ class Training:
                 else "leave `number` out.",
             )
         self.job.settle()
-        collectives.gather_in_step(
-            self.job,
-            "export",
-            None,
-            action="call `training.export` at this point",
-            why="the ranks collect the weights together.",
-            fix="call it on every rank, without `if job.rank == 0`; only rank 0 writes the file.",
+        self._await_all(
+            "export", "the ranks collect the weights together; only rank 0 writes them."
         )
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
@@ -753,6 +753,7 @@ class Training:
         if self._is_resumed:
             return
         self.job.settle()
+        self._await_all("resume", "each rank loads its part; `training.steps` resumes too.")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()
         if self.checkpoints is None:
