@@ -120,6 +120,128 @@ def test_no_fault_is_found_in_a_sound_script(script: Path, tmp_path: Path) -> No
     assert code == 0
 
 
+HEAD = """
+import os, torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(256, 8)
+data = TensorDataset(x, (x[:, 0] > 0).long())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+"""
+LOOP = """
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        loss = cross_entropy(model(a), b)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+DDP = """
+model = torch.nn.parallel.DistributedDataParallel(net)
+opt = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+TASK = """
+class Task(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return cross_entropy(self.model(x), y)
+
+task = Task(model)
+"""
+AVERAGING = """
+class Averaging(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        return super().step(closure)
+
+model = net
+opt = Averaging(model.parameters(), lr=0.05)
+"""
+PARTS = """
+sampler = DistributedSampler(data, num_replicas=1, rank=0)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+net = torch.nn.Linear(1, 2)
+"""
+SOUND = {
+    "ddp_in_a_module": HEAD + DDP + TASK + LOOP.replace("cross_entropy(model(a), b)", "task(a, b)"),
+    "forward_called": HEAD + DDP + LOOP.replace("model(a)", "model.forward(a)"),
+    "wrapped_when_several": HEAD
+    + DDP.replace("model = ", "model = net if world == 1 else ")
+    + TASK
+    + LOOP.replace("cross_entropy(model(a), b)", "task(a, b)"),
+    "optimizer_averages": HEAD + AVERAGING + LOOP,
+    "parts_of_samples": HEAD
+    + PARTS
+    + DDP
+    + LOOP.replace("model(a)", "model(a.chunk(world, 1)[rank].unsqueeze(-1)).mean(1)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_an_exchange_that_is_seldom_seen_is_no_fault(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SOUND[name] + "dist.destroy_process_group()\n")
+    code, facts = audit(script, "1,2", tmp_path)
+    (found,) = facts["audits"]
+    assert (code, found["faults"], found["notes"]) == (0, [], [])
+    reasons = [each["why"] for each in found["not_seen"]]
+    assert not any("no exchange" in why or "seed" in why for why in reasons)
+    passed = [each["rule"] for each in found["passed"]]
+    assert ("gradient off by a factor" in passed) != (name == "optimizer_averages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["break", "break_late", "evaluates", "fails_at_the_end"])
+def test_no_exit_code_0_follows_a_run_that_failed(name: str, tmp_path: Path) -> None:
+    ends = {
+        "evaluates": "    if rank == 0:\n        with torch.no_grad():\n            model(x)\n"
+        "    dist.barrier()\n",
+        "fails_at_the_end": "assert rank == 0\n",
+    }
+    breaks = {"break": "i == 9", "break_late": "epoch and i == 9"}
+    loop = LOOP + ends.get(name, "")
+    if name in breaks:
+        loop = LOOP + f"        if rank == 0 and {breaks[name]}:\n            break\n"
+    script = tmp_path / "train.py"
+    net = "net.append(torch.nn.BatchNorm1d(2))\n"
+    script.write_text(HEAD + net + DDP + loop + "dist.destroy_process_group()\n")
+    done = verify(str(script), folder=tmp_path)
+    assert done.returncode in (1, 3)
+    assert "sound" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_first_run_is_told(tmp_path: Path) -> None:
+    load = """
+if os.path.exists("last.pt"):
+    net.load_state_dict(torch.load("last.pt")["net"])
+"""
+    save = """
+if rank == 0:
+    import argparse
+    torch.save({"net": net.state_dict(), "args": argparse.Namespace(lr=1)}, "last.pt")
+dist.destroy_process_group()
+"""
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + load + DDP + LOOP + save)
+    code, facts = audit(script, "1,2", tmp_path)
+    assert code == 3
+    assert "last.pt at train.py:15, which an earlier run of this verification wrote" in facts["why"]
+
+
 @pytest.mark.slow
 def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path) -> None:
     code, facts = audit(TESTS / "sound" / "64_no_seed.py", "1,2", tmp_path)
