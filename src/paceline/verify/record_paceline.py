@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -92,8 +91,7 @@ class PacelineHooks:
         self._numbers: WeakKeyDictionary[Training, int] = WeakKeyDictionary()
         self._num_trainings = 0
         self._gradients: dict[int, Summary] = {}
-        # By optimizer, see `TrainingStep.loss_size`.
-        self._loss_sizes: defaultdict[Optimizer, float] = defaultdict(float)
+        self._loss_size = 0.0  # of this step; see `TrainingStep.loss_size`
         self._num_redirected = 0
         self._is_dropout_off = False
         self._is_stopped = False  # whether a step of the current loop was the last by `Step.stop`
@@ -201,16 +199,14 @@ class PacelineHooks:
         stop(step, **options)
 
     def weigh(self, weigh: Callable[..., Any], step: Step, *args: Any) -> Any:
-        record = args[3]
         start, own = weigh(step, *args)
-        self._loss_sizes[record.trained.optimizer] += abs(float(own))
+        self._loss_size += abs(float(own))
         return start, own
 
     def commit(
         self, commit: Callable[..., None], training: Training, step: Any, *args: Any, **kwargs: Any
     ) -> None:
         loss, count = step._local_loss()
-        record = next(each for each in step._records if not each.is_skipped)  # that of the loss
         reports = training.job.data.reports  # other ranks of its mesh have the same samples
         grads = {
             name: self._gradients[id(parameter)]
@@ -223,7 +219,7 @@ class PacelineHooks:
                 step=step.number,
                 ids=list(self._ids) if reports else [],
                 loss=float(loss) if reports and loss is not None else 0.0,
-                loss_size=self._loss_sizes[record.trained.optimizer] if reports else 0.0,
+                loss_size=self._loss_size if reports else 0.0,
                 count=float(count) if reports else 0.0,
                 params=_of_all_stages(training, _parameters(training)),
                 buffers=_of_all_stages(training, _buffers(training)),
@@ -232,7 +228,7 @@ class PacelineHooks:
             )
         )
         self._ids.clear()
-        self._loss_sizes.clear()
+        self._loss_size = 0.0
         commit(training, step, *args, **kwargs)
 
     def before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
