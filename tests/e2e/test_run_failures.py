@@ -115,11 +115,19 @@ ENDS: list[tuple[str, int, tuple[str, ...]]] = [
         ("exit code 3", "{script}:5 in <module>", "the script called sys.exit().\n"),
     ),
     ("os.kill(os.getpid(), 9)", 137, ("killed by SIGKILL",)),
-    ("ctypes.string_at(0)", 139, ("killed by SIGSEGV",)),
+    ("ctypes.string_at(0)", 139, ("killed by SIGSEGV", ", {script}:5 in <module>\n")),
     (
         "os.write(2, b'port 29500: Address already in use\\n'); os.abort()",
         134,
-        ("killed by SIGABRT",),
+        ("killed by SIGABRT", ", {script}:5 in <module>\n"),
+    ),
+    (  # in a thread without Python, as Gloo does
+        "thread = ctypes.c_ulong()\n"
+        "start = ctypes.CDLL(None).pthread_create\n"
+        "start(ctypes.byref(thread), None, ctypes.CDLL(None).abort, None)\n"
+        "time.sleep(60)",
+        134,
+        ("killed by SIGABRT", ", {script}:"),
     ),
     (
         "raise KeyboardInterrupt",
@@ -267,6 +275,7 @@ dist.all_reduce(torch.ones(7 + 3 * dist.get_rank()))
     done = run("--nproc-per-node=2", script, tmp_path)
     assert re.search(r"called last: rank [01] all_reduce #1 \(f32\[(7|10)\]\)\.", done.err), done
     assert re.search(r"paceline: rank [01] of 2 failed: killed by SIGABRT\n", done.err), done
+    assert "train.py:4 in <module>\n  why:" in done.err
     assert "why:   collectives are matched by order alone" in done.err
 
 

@@ -36,6 +36,7 @@ from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import PROBE_NAME, UNASKED, Probe
+from paceline.watch.stacks import place_of_crash
 
 WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
@@ -335,10 +336,13 @@ class Rank:
                 exit_place = event["place"]
             elif event["event"] == "interrupted":
                 interrupted_at = event["place"]
-        abort = b""
-        if self.returncode == -signal.SIGABRT:
-            _, found, rest = self.streams[-1].tail.rpartition(b"terminate called")
-            abort = rest if found else b""
+        abort, crashed_at = b"", ""
+        if self.returncode is not None and self.returncode < 0:
+            _, found, stacks = self.streams[-1].tail.rpartition(b"Fatal Python error: ")
+            crashed_at = place_of_crash(stacks.decode(errors="replace")) if found else ""
+            if self.returncode == -signal.SIGABRT:
+                _, found, rest = self.streams[-1].tail.rpartition(b"terminate called")
+                abort = rest if found else b""
         return RankOutcome(
             rank=self.rank,
             host=socket.gethostname(),
@@ -348,6 +352,7 @@ class Rank:
             error=error,
             exit_place=exit_place,
             interrupted_at=interrupted_at,
+            crashed_at=crashed_at,
             hung=self.hung,
             suspended=self.suspended,
             step=step,

@@ -167,9 +167,9 @@ def main() -> NoReturn:
     if "torch" in sys.modules:
         _variables.watch_rank(control.send)
     _watch_printed_errors()
-    # A crash in native code shows its Python line.
+    # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
-        faulthandler.enable(all_threads=False)
+        faulthandler.enable()
     sys.orig_argv = _orig_argv(script)
     sys.argv = script["argv"]
     # Of `paceline verify` and `paceline profile`: a module that prepares this process for the script.

@@ -118,6 +118,7 @@ class RankOutcome:
         returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
         interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
+        crashed_at: Where the script was at a signal that a crash of native code raised; empty if unknown.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
         suspended: The launcher killed it because SIGSTOP had stopped it for a second.
@@ -134,6 +135,7 @@ class RankOutcome:
     error: Error | None = None
     exit_place: str | None = None
     interrupted_at: str = ""
+    crashed_at: str = ""
     stopped: bool = False
     hung: bool = False
     suspended: bool = False
@@ -161,9 +163,9 @@ class RankOutcome:
     @property
     def place(self) -> str:
         """The line of the script where it ended; empty if unknown."""
-        return (
-            self.error.place if self.error is not None else self.exit_place or self.interrupted_at
-        )
+        if self.error is not None:
+            return self.error.place
+        return self.exit_place or self.interrupted_at or self.crashed_at
 
     @property
     def how(self) -> str:

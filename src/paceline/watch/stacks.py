@@ -10,6 +10,7 @@ import ast
 import contextlib
 import linecache
 import os
+import re
 import sysconfig
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ _LIBRARIES = (
 )
 _PACKAGES = ("site-packages", "dist-packages")  # the second is Debian's, also in NVIDIA's images
 _CALL_CHARS = 60
+_CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _BOOTSTRAPS = ("multiprocessing/process.py", "threading.py")
 
 
@@ -57,6 +59,19 @@ def place_of_error(trace: TracebackType | None) -> str:
         stack.insert(0, (code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return _place(stack)
+
+
+def place_of_crash(text: str) -> str:
+    """The innermost line of the script in what faulthandler wrote for a fatal signal; empty if there is none.
+
+    The thread that crashed counts if it runs Python, and else the main thread, which is written last.
+    """
+    threads = re.split(r"^(?=Current thread 0x|Thread 0x)", text, flags=re.MULTILINE)[1:]
+    for thread in [t for t in threads if t.startswith("Current")] + threads[-1:]:
+        found = _CRASH_FRAME.findall(thread)
+        if place := _place([(file, int(line), name) for file, line, name in found]):
+            return place
+    return ""
 
 
 def _place(stack: Stack) -> str:
