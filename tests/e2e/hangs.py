@@ -38,7 +38,7 @@ class Kind:
     Args:
         body: The script after three steps without a fault.
         says: Parts of the report; `{STUCK}` and `{WAITS}` are the numbers of the marked lines.
-        word: `hang` or `waiting`.
+        word: `hang`, or `waiting` where the rank may come by itself.
         backend: Of the script with paceline; shm itself refuses calls that differ.
         slow: Whether only `make test-slow` runs it.
         once: Whether the tests run it on 2 ranks without paceline only; the benchmark runs all cases.
@@ -46,7 +46,7 @@ class Kind:
 
     body: str
     says: tuple[str, ...]
-    word: str = "hang"
+    word: str = "waiting"
     backend: str = "shm"
     slow: bool = True
     once: bool = False
@@ -100,13 +100,10 @@ KINDS: dict[str, Kind] = {
         _DDP,
         ("in all_reduce #", "(gradients, f32[20])", "train.py:{WAITS}", "at train.py:{STUCK}, in "),
     ),
-    "loops in Python": Kind(
-        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "busy"), word="waiting"
-    ),
+    "loops in Python": Kind(_stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED)),
     "loops in C": Kind(
         _stuck("re.match('(a+)+$', 'a' * 60 + 'b')"),
-        (ALL_REDUCE, NOT_ENTERED, "holding the GIL, busy"),
-        word="waiting",
+        (ALL_REDUCE, NOT_ENTERED, "holding the GIL"),
         slow=False,
     ),
     "sleeps in C": Kind(
@@ -116,16 +113,19 @@ KINDS: dict[str, Kind] = {
     "is stopped": Kind(
         _stuck("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1.2)"),
         (ALL_REDUCE, "has not entered it: stopped (state T) at train.py:", "kill -CONT"),
+        word="hang",
     ),
     "calls another collective": Kind(
         "if rank == 1:\n    dist.barrier() # STUCK\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "barrier #4", "different collectives as number 4"),
         backend="gloo",
         slow=False,
+        word="hang",
     ),
     "takes groups in another order": Kind(
         _ORDER,
         ("in all_reduce #1 (f32[2], group of ranks 0", "at train.py:{WAITS}", "orders"),
+        word="hang",
     ),
     "is at its end": Kind(
         "if rank == 1:\n    threading.Thread(target=time.sleep, args=(600,)).start()\nelse:\n    step()\n",
@@ -152,6 +152,7 @@ KINDS: dict[str, Kind] = {
     "gets nothing": Kind(
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
+        word="hang",
     ),
     # Its probe goes on, but the rank cannot answer.
     "blocks signals and closes files": Kind(
@@ -161,8 +162,88 @@ KINDS: dict[str, Kind] = {
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",
         ("barrier #4", "all_reduce #4 (f32[7,3])", "different collectives as number 4"),
         backend="gloo",
+        word="hang",
     ),
 }
+
+
+# What a healthy rank may do alone for `alone_s` seconds, while the others wait for it.
+ALONE = {
+    "receives": """
+from urllib.request import urlopen
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Slow(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(50):
+            time.sleep(alone_s / 50)
+            self.wfile.write(bytes(1000))
+server = HTTPServer(("127.0.0.1", 0), Slow)
+if os.fork() == 0:
+    server.handle_request()
+    os._exit(0)
+urlopen(f"http://127.0.0.1:{server.server_port}").read()
+""",
+    "waits for a request": """
+here, there = socket.socketpair()
+threading.Timer(alone_s, there.send, [b"x"]).start()
+here.recv(1)
+""",
+    "reads": """
+here, there = os.pipe()
+threading.Timer(alone_s, os.write, [there, b"x"]).start()
+os.read(here, 1)
+""",
+    "sleeps": "time.sleep(alone_s)",
+    "backs off": """
+end = time.monotonic() + alone_s
+while time.monotonic() < end:
+    time.sleep(min(2, alone_s))
+""",
+    "computes": """
+end = time.monotonic() + alone_s
+while time.monotonic() < end:
+    torch.ones(1500, 1500) @ torch.ones(1500, 1500)
+""",
+    "imports": """
+open("slow_module.py", "w").write(f"import time\\ntime.sleep({alone_s})")
+sys.path.insert(0, ".")
+import slow_module
+""",
+    "is debugged": """
+import io, pdb
+here, there = os.pipe()
+threading.Timer(alone_s, os.write, [there, b"c\\n"]).start()
+pdb.Pdb(stdin=os.fdopen(here), stdout=io.StringIO()).set_trace()
+print("debugged")
+""",
+    "waits for a process": """
+import subprocess
+subprocess.run(["sleep", str(alone_s)], check=True)
+""",
+    "waits for a thread": """
+thread = threading.Thread(target=time.sleep, args=(alone_s,))
+thread.start()
+thread.join()
+""",
+    "pickles": """
+class Slow:
+    def __reduce__(self):
+        time.sleep(alone_s)
+        return int, ()
+""",
+}
+
+
+def alone_script(name: str, alone_s: float) -> str:
+    """A script in which rank 1 does this alone, in a call of its own or in one of torch.distributed."""
+    body = ALONE[name].strip()
+    head = f"{PLAIN}rank, alone_s = dist.get_rank(), {alone_s}\ndist.all_reduce(torch.ones(3))\n"
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    thing = "Slow() if rank == 1 else 0" if name == "pickles" else "0"
+    end = f"dist.all_gather_object([None, None], {thing})\ndist.barrier()\nprint('done')\n"
+    return f"{head}if rank == 1:\n{indented}{end}"
 
 
 # None of this is a hang, no matter how long it takes and how busy the machine is.

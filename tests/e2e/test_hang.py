@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hangs import KINDS, expected, script, verdict
+from hangs import ALONE, KINDS, alone_script, expected, script, verdict
 from launching import rows_of, run
 
 # Each kind once without and once with paceline; `benchmarks/verdicts.py` runs all numbers of ranks.
@@ -67,6 +67,33 @@ def test_work_is_no_hang(tmp_path: Path) -> None:
     assert "compute() at train.py:8" in done.err
 
 
+def _is_alone(name: str, alone_s: float, after_s: float, tmp_path: Path) -> None:
+    """A rank that does something alone is no hang, and the job goes on to its end."""
+    words = f"--nproc-per-node=2 --hang-after={after_s} --on-hang=end"
+    done = run(words, alone_script(name, alone_s), tmp_path)
+    assert (done.code, done.out.count("done")) == (0, 2), done.err
+    assert "hang:" not in done.err
+    assert re.search(r"waiting: rank 0 .* has waited \d+ s in .*\n +rank 1 ", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("receives", "is debugged") else pytest.mark.slow)
+        for name in ALONE
+    ],
+)
+def test_a_rank_in_its_own_code_is_no_hang(name: str, tmp_path: Path) -> None:
+    _is_alone(name, 6, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_in_its_own_code_for_long_is_no_hang(name: str, round_: int, tmp_path: Path) -> None:
+    _is_alone(name, 25, 10, tmp_path)
+
+
 @pytest.mark.slow
 def test_healthy_jobs_raise_no_alarm() -> None:
     # Of 20 s of work alone and a threshold of 10 s, a tenth: the benchmark does the whole.
@@ -81,7 +108,7 @@ import os, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
-    time.sleep(600)
+    dist.recv(torch.ones(1), src=0)
 dist.barrier()
 """
 

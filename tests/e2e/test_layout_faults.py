@@ -98,7 +98,9 @@ def test_a_preempted_job_goes_on_in_other_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hang_names_the_axis_of_the_mesh(tmp_path: Path) -> None:
-    found = _train(4, BOTH, tmp_path, "--hang-after=5 --on-hang=end", "time.sleep(1000)", 20)
+    found = _train(
+        4, BOTH, tmp_path, "--hang-after=5 --on-hang=end", "os.kill(os.getpid(), 19)", 20
+    )
     assert found.code != 0, found
     assert re.search(
         r"hang: rank 3 .* has waited \d+ s in all_gather .*group of ranks 1 and 3 on axis dp_shard",

@@ -251,7 +251,14 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     store = HashStore()
     here, there = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
     call = Call(name="all_reduce", number=4, members=(0, 1), tensor_text="f32[3]", since_s=12.0)
-    waiting = RankState(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
+    waiting = RankState(
+        rank=0,
+        host="a",
+        pid=6,
+        calls=(call,),
+        last_numbers={call.group_and_backend: call.number},
+        idle_s=12.0,
+    )
     ended = RankState(rank=1, host="b", pid=7, state="", returncode=0)
 
     ranks: Any = Mock(any_ended_badly=False, done=False, ranks=[Mock(rank=0)])

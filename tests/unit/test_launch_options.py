@@ -144,8 +144,9 @@ REFUSED = [
             "--redirects=7": "7",
             "--no-python no-such-program": "there is no program 'no-such-program'",
             "--hang-after=-1": "0 to switch it off; it is -1.0.",
-            "--hang-after=0 --on-hang=end": "has no effect with --hang-after=0",
-            "--no-python --on-hang=end": "--on-hang=end has no effect with --no-python",
+            "--hang-after=0 --on-hang=end": "--on-hang=end needs --hang-after",
+            "--on-hang=end": "--on-hang=end needs --hang-after",
+            "--no-python --on-hang=end --hang-after=9": "--hang-after has no effect with --no-python",
             "--shutdown-timeout=-1": "--shutdown-timeout must be a whole number of seconds, and is -1",
         }.items()
     ),

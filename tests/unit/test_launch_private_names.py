@@ -98,7 +98,7 @@ def test_one_node_needs_no_private_name_of_the_rendezvous(path: str, tmp_path: P
 @pytest.mark.ci
 def test_the_agent_of_torch_gives_the_exit_code_of_the_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
-    words = ["--nproc-per-node=2", "--on-hang=end", "--shutdown-timeout=9"]
+    words = ["--nproc-per-node=2", "--on-hang=end", "--hang-after=9", "--shutdown-timeout=9"]
     done = _run(tmp_path, *words, without=[f"{torch_private.AGENT}._shutdown"])
     assert done.returncode == 7, done.stderr
     for name in ("--on-hang=end", "--shutdown-timeout"):

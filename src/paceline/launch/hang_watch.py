@@ -6,13 +6,12 @@ their stacks and collectives only if one of them makes no progress. straggler_wa
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,6 @@ from paceline.launch.straggler_watch import StragglerWatch
 from paceline.torch_private import NAMES
 from paceline.watch import processes
 from paceline.watch.hang import Diagnosis, diagnose
-from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
     LATE_BEAT_S,
     RankState,
@@ -40,73 +38,19 @@ _SOON_S = 0.05  # the same, while answers are awaited
 _ANSWER_S = 0.8  # for the answers of the ranks
 _OTHERS_S = 2.5  # for the answers of the other nodes' launchers
 _ENDING_S = 15.0  # the longest usual exit of a process; after it the kernel holds the process
-_BUSY = 0.03  # of a core
-_BUSY_BYTES_S = 16 << 10
 _KEPT = 20  # latest times between two collectives
 _STOPPED = ("T", "t", "Z")  # states of a process that runs no code; see `Process`
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Resources that a rank and the processes below it have used since the first sample."""
-
-    watched_s: float
-    cpu_s: float
-    io_bytes: int
-    stack_hash: Any
-
-
 @dataclass
 class Activity:
-    """The recent activity of one rank.
-
-    Times of samples and of the exit are seconds during which the launcher has watched the ranks. After a
-    pause of the launcher itself, its ranks therefore do not look idle.
-    """
+    """The recent activity of one rank."""
 
     counts: tuple[int, int] = (0, 0)  # collectives entered, and completed
     progress_at: float = 0.0  # monotonic: when a collective was last entered or completed
     beat: dict[str, Any] = field(default_factory=dict)
-    samples: deque[Sample] = field(default_factory=deque)
-    used: tuple[float, int] = (0.0, 0)  # as in the last sample
-    processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
-    state: str = ""
-    exiting_at: float | None = None  # watched seconds at which its process began to exit
-
-    def add(
-        self, watched_s: float, tree: Sequence[Process], stack_hash: Any, *, window_s: float
-    ) -> None:
-        """Add a sample, and drop those that `busy` does not need.
-
-        A process counts from its first sample, since what it used before says nothing about now.
-        """
-        known = [(self.processes[new.pid], new) for new in tree if new.pid in self.processes]
-        cpu_s = self.used[0] + sum(new.cpu_s - old.cpu_s for old, new in known)
-        io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
-        self.used = (cpu_s, io_bytes)
-        self.processes = {process.pid: process for process in tree}
-        self.samples.append(Sample(watched_s, cpu_s, io_bytes, stack_hash))
-        # The window, and the last sample before it.
-        while len(self.samples) > 1 and self.samples[1].watched_s <= watched_s - window_s:
-            self.samples.popleft()
-
-    def busy(self, window_s: float) -> bool:
-        """Whether it did something in the last `window_s` seconds, or was not watched for so long."""
-        if self.exiting_at is not None and self.samples:
-            return self.samples[-1].watched_s - self.exiting_at < _ENDING_S
-        if self.state in (*_STOPPED, ""):
-            return False
-        first, last = self.samples[0], self.samples[-1]
-        passed = last.watched_s - first.watched_s
-        if passed < window_s:
-            return True
-        hashes = [sample.stack_hash for sample in self.samples]
-        moves = len(hashes) > 3 and max(map(hashes.count, hashes)) * 2 < len(hashes)
-        return (
-            moves
-            or last.cpu_s - first.cpu_s > _BUSY * passed
-            or last.io_bytes - first.io_bytes > _BUSY_BYTES_S * passed
-        )
+    state: str = ""  # as `processes.read_state`
+    exiting_at: float | None = None  # monotonic: when its process began to exit
 
 
 class HangWatch:
@@ -127,7 +71,7 @@ class HangWatch:
         self.exchange: NodeExchange | None = None
         self._stragglers: StragglerWatch | None = StragglerWatch(local_ranks)
         self._next = 0.0
-        self._checked_at, self._watched_s = time.monotonic(), 0.0
+        self._checked_at = time.monotonic()
         self._begin([])
 
     def _begin(self, pids: list[int]) -> None:
@@ -152,19 +96,12 @@ class HangWatch:
         if now < self._next:
             return None
         self._next = now + _INTERVAL_S
-        self._count_watched(now)
+        self._leave_out_pause(now)
         pids = [rank.pid for rank in self._local_ranks.ranks]
         if pids != self._pids:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
-        # Only if a rank is idle, since this reads all processes of the host.
-        activities = [self._activities.get(rank.local_rank) for rank in alive]
-        idle = any(
-            each is not None and now - each.progress_at > self._children_after_s
-            for each in activities
-        )
-        children = processes.read_children() if idle and self._question is None else {}
-        progressed = [self._sample(rank, now, children) for rank in alive]
+        progressed = [self._read(rank, now) for rank in alive]
         if any(progressed):
             self._note_progress(now)
         if self._look_for_stragglers(now, alive):
@@ -201,13 +138,14 @@ class HangWatch:
             self._stragglers = None
             return False
 
-    def _count_watched(self, now: float) -> None:
-        """Count the time since the last check as watched, without a pause of the launcher itself."""
-        passed_s = now - self._checked_at
-        watched_s = min(passed_s, 2 * _INTERVAL_S)
-        self._checked_at, self._watched_s = now, self._watched_s + watched_s
+    def _leave_out_pause(self, now: float) -> None:
+        """After a pause of the launcher itself, as by SIGSTOP, its ranks must not look idle."""
+        pause_s = max(now - self._checked_at - 2 * _INTERVAL_S, 0.0)
+        self._checked_at = now
         for activity in self._activities.values():
-            activity.progress_at += passed_s - watched_s
+            activity.progress_at += pause_s
+            if activity.exiting_at is not None:
+                activity.exiting_at += pause_s
 
     def conclude_pending(self, world_size: int) -> Diagnosis | None:
         """Judge a hang for which `check` still waits for the states of other nodes; None if there is none.
@@ -227,13 +165,6 @@ class HangWatch:
             _HANG_AFTER_S, _HANG_AFTER_MEDIANS * statistics.median_low(self._gaps_s or [0.0])
         )
 
-    @property
-    def _children_after_s(self) -> float:
-        """Child processes are sampled once their rank has made no progress for so many seconds."""
-        if self._after_s == 0:
-            return math.inf
-        return max(1.0, self._patience_s - self._window_s - 2 * _INTERVAL_S)
-
     def _note_progress(self, now: float) -> None:
         if any(activity.counts[1] for activity in self._activities.values()):
             if self._progress_at is not None:
@@ -245,8 +176,8 @@ class HangWatch:
             self._reported = {(alarm, *key) for alarm, *key in self._reported if not alarm}
             self._local_ranks.say("the ranks make progress again")
 
-    def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> bool:
-        """Sample a rank; returns whether it has made progress since the last sample."""
+    def _read(self, rank: Rank, now: float) -> bool:
+        """Read the beat and the process state of a rank; returns whether it has made progress since then."""
         activity = self._activities.setdefault(rank.local_rank, Activity(progress_at=now))
         progressed = False
         beat = read_beat(rank.probe_text())
@@ -258,30 +189,15 @@ class HangWatch:
             if counts != activity.counts:
                 activity.counts, activity.progress_at = counts, now
                 progressed = True
-        found = processes.read_process(rank.pid)
-        activity.state = found.state if found is not None else ""
-        if found is None:
-            return progressed
-        if activity.exiting_at is None and found.state == "Z" and processes.is_ending(rank.pid):
-            activity.exiting_at = self._watched_s
-        if self._question is not None:
-            return progressed  # to answer, a rank uses the CPU and reads files
-        is_idle = now - activity.progress_at > self._children_after_s
-        below = processes.descendants(rank.pid, children) if is_idle else ()
-        tree = [found, *filter(None, map(processes.read_process, below))]
-        activity.add(
-            self._watched_s, tree, activity.beat.get("stack_hash"), window_s=self._window_s
-        )
+        activity.state = processes.read_state(rank.pid)
+        if activity.exiting_at is None and activity.state == "Z" and processes.is_ending(rank.pid):
+            activity.exiting_at = now
         return progressed
-
-    @property
-    def _window_s(self) -> float:
-        return max(1.2, self._patience_s / 2)
 
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
         activities = [self._activities[rank.local_rank] for rank in alive]
         if any(
-            activity.exiting_at is not None and activity.busy(self._window_s)
+            activity.exiting_at is not None and now - activity.exiting_at < _ENDING_S
             for activity in activities
         ):
             return False  # its exit code will be known soon
@@ -360,8 +276,6 @@ class HangWatch:
             host=host,
             pid=pid,
             state=activity.state,
-            busy=activity.busy(self._window_s)
-            or any(call.queued for call in reported.get("calls", ())),
             idle_s=now - activity.progress_at,
             holds_gil=bool(dump),
             in_unreported_collective=not answered

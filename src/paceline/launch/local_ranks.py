@@ -750,10 +750,8 @@ def environment_of_ranks(threads: str | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
-    if has_probe():
-        environment.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # see watch/flight_recorder.py
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
-            environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
+    if has_probe() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
         environment["PACELINE_THREADS"] = "auto"

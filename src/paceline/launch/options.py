@@ -164,8 +164,8 @@ def parser() -> CommandParser:
             "paceline run --nproc-per-node 2 -m package.train": "a module instead of a file",
             "paceline run --nnodes 2 --host 10.0.0.1 train.py": "two nodes, of which one has this address; "
             "start it on both",
-            "paceline run --nproc-per-node 2 --max-restarts 3 --on-hang end train.py": "start the ranks "
-            "again after a failure or a hang, at most three times",
+            "paceline run --nproc-per-node 2 --max-restarts 3 train.py": "start the ranks again after a "
+            "failure, at most three times; with --hang-after 600 --on-hang end also after a hang",
         },
         exit_codes={
             ExitCode.OK: "all ranks ended well",
@@ -218,7 +218,8 @@ def parser() -> CommandParser:
         "--on-hang",
         choices=("report", "end"),
         default="report",
-        help="whether a hang is only reported or also ends the ranks, as a failure does (default: report)",
+        help="whether a hang is only reported or also ends the ranks, as a failure does; `end` needs "
+        "--hang-after (default: report)",
     )
     if not any(argument.dest == "shutdown_timeout" for argument in ours.arguments):  # torch 2.11
         ours.add_argument(
@@ -459,9 +460,10 @@ def _check(args: Namespace) -> None:
         raise ConfigError(
             f"--hang-after must be a number of seconds, or 0 to switch it off; it is {args.hang_after}."
         )
-    if args.hang_after == 0 and args.on_hang == "end":
+    if not args.hang_after and args.on_hang == "end":
         raise ConfigError(
-            "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
+            "--on-hang=end needs --hang-after with the seconds after which a hang ends the ranks.",
+            fix="add, for example, --hang-after=600.",
         )
     if (args.no_python or not has_probe()) and (given := _diagnosis_options(args)):
         raise ConfigError(

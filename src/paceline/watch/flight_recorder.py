@@ -9,7 +9,6 @@ there are no entries; `table` names those that are missing.
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import sys
 import time
@@ -26,7 +25,7 @@ _LAST = "torch.distributed.destroy_process_group"
 _OF_MESH = "mesh_"
 _KEYS = (
     *("profiling_name", "group", "backend", "collective_seq_id", "is_p2p", "input_sizes"),
-    *("input_dtypes", "state", "retired", "time_created_ns", "queued"),
+    *("input_dtypes", "state", "retired", "time_created_ns"),
 )
 
 
@@ -101,21 +100,13 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """All entries, with `group` and `backend`; each backend of a group has its own numbers.
-
-    `queued` tells whether the GPU has not reached the collective yet, because it computes what was issued
-    before. NCCL records that with TORCH_NCCL_ENABLE_TIMING, which `paceline run` sets.
-    """
-    timed = os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
+    """All entries, with `group` and `backend`; each backend of a group has its own numbers."""
     found = []
     for backend, dump in _dumps(entries=True):
         for entry in dump.get("entries", ()):
             group = entry["process_group"][0]
-            if not group:
-                continue  # the Gloo group in a `ShmGroup` has no name
-            waits = entry.get("state") == "scheduled" and not entry.get("retired")
-            queued = timed and backend == "nccl" and waits
-            found.append(entry | {"group": group, "backend": backend, "queued": queued})
+            if group:  # the Gloo group in a `ShmGroup` has no name
+                found.append(entry | {"group": group, "backend": backend})
     return found
 
 

@@ -1,14 +1,16 @@
 """Which rank blocks the others, and why: rank states in, at most ten lines of text out. Pure.
 
-`hang:` is an alarm: no rank makes progress. `waiting:` is a notice: the others wait for a busy rank.
+`hang:` is an alarm: ranks wait for each other, or for a rank that has ended or is stopped, so they cannot go
+on. `waiting:` is a notice: they wait for a rank that is in other code, such as a download, or for another
+node or the network. From outside, such a rank is slow; nothing proves that it will not come.
 
 The order of the decisions, if a rank has waited long enough in a collective:
 1. The collective to report: one that a rank outside of any collective has not entered, if there is one.
 2. Ranks called different collectives as the same number of the group: that is the cause.
 3. A rank that the others waited for has just entered a collective: it is too early to say anything.
 4. All absent ranks are in other collectives: two orders of groups, or one that ended on some ranks only.
-5. Some absent ranks wait for nobody: why the first of them does not come (`_why_and_fix`).
-6. No rank is absent: another node, or the connection.
+5. Some absent ranks do not wait for ranks: why the first of them does not come (`_why_and_fix`).
+6. No rank is absent: another node, a GPU or the network.
 Without a collective, ranks in other calls of torch.distributed, such as `recv`, are those that wait.
 """
 
@@ -25,6 +27,7 @@ from paceline.watch.report import group_by_text, render
 # Collectives whose tensors must have the same type and number of elements on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 _CHECK_NETWORK = "check that the ranks can reach each other on the job's network interface."
+_MAY_TAKE_LONG = "nothing, if this may take so long; otherwise find what it waits for."
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
 
 
@@ -33,7 +36,7 @@ class Diagnosis:
     """A diagnosis.
 
     Args:
-        alarm: Whether no rank makes progress; otherwise the others wait for a busy rank.
+        alarm: Whether the ranks cannot go on; otherwise they wait for a rank in other code.
         culprits: The ranks that the others wait for; all of them if that is unknown.
         text: At most ten lines.
         key: Equal for the same situation.
@@ -81,6 +84,7 @@ def _diagnose_collective(
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
+    blockers = _blockers(states, absent)
     elsewhere = [state.open_call for state in absent if state.open_call is not None]
     if absent and len(elsewhere) == len(absent):
         if any(other.group_and_backend != call.group_and_backend for other in elsewhere):
@@ -89,25 +93,51 @@ def _diagnose_collective(
         else:
             why = "an earlier collective of this group has ended on some ranks only."
             fix = _CHECK_NETWORK
+    elif blockers:
+        why, fix = _why_and_fix(blockers, in_this_call)
     elif absent:
-        # Ranks that wait themselves may wait for one of the others.
-        absent = [s for s in absent if s.open_call is None and not s.where.torch_call] or absent
         why, fix = _why_and_fix(absent, in_this_call)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
-        why = "all ranks have entered it and it does not end: the connection between them is stuck."
-        fix = _CHECK_NETWORK
-    # A rank in another collective is not busy, though a backend may use the CPU while it waits.
-    busy = any(state.busy and state.open_call is None for state in absent)
-    alarm = not busy and bool(absent or not remote)
+        why = (
+            "all ranks have entered it and it has not ended: a GPU computes what was issued before, its "
+            "data are on the way, or the connection between the ranks is stuck."
+        )
+        fix = f"nothing, if this may take so long; otherwise {_CHECK_NETWORK}"
+    alarm = bool(blockers or (absent and not remote))
+    alarm = alarm and not any(state.may_come for state in blockers)
     # A notice is given once for a place in the script, an alarm once for a collective.
     key = (
         (call.group_and_backend, call.number)
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    return _diagnosis(alarm, absent or in_this_call, lines, why, fix, key)
+    return _diagnosis(alarm, blockers or absent or in_this_call, lines, why, fix, key)
+
+
+def _blockers(states: Sequence[RankState], absent: Sequence[RankState]) -> list[RankState]:
+    """Of the absent ranks, and the ranks that these wait for in turn: those that do not wait for ranks."""
+    found = list(absent)
+    for state in found:
+        if not state.waits_for_ranks:
+            continue
+        call = state.open_call
+        if call is not None:
+            others = _absent(states, call)
+        else:
+            others = [s for s in states if state.peer in (None, s.rank)]
+        found += (other for other in others if other not in found)
+    return [state for state in found if not state.waits_for_ranks]
+
+
+def _absent(states: Sequence[RankState], call: Call) -> list[RankState]:
+    """The ranks of its group that have not entered it."""
+    return [
+        state
+        for state in states
+        if (not call.members or state.rank in call.members) and not state.has_entered(call)
+    ]
 
 
 def _may_still_end(
@@ -129,11 +159,7 @@ def _collective_to_report(states: Sequence[RankState], long_waiting: Sequence[Ra
     """Preferably one that a rank outside of any collective has not entered."""
 
     def priority(call: Call) -> tuple[int, float]:
-        absent = [
-            state
-            for state in states
-            if (not call.members or state.rank in call.members) and not state.has_entered(call)
-        ]
+        absent = _absent(states, call)
         free = any(state.open_call is None for state in absent)
         return (0 if free else 1 if absent else 2, -call.since_s)
 
@@ -220,30 +246,30 @@ def _differing_ranks(
 def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -> Diagnosis | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
-    loading = [state for state in alive if state.where.loader]
-    in_torch_call = [state for state in alive if state.where.torch_call and not state.busy]
-    if not alive:
-        return None
-    if world_size == 1 and not loading and not in_torch_call and alive[0].state not in ("T", "D"):
-        return None  # such as an interactive program that waits for input
-    if not in_torch_call and any(state.busy or state.where.serves for state in alive):
+    waiting = [state for state in alive if state.waits_for_ranks]
+    rest = [state for state in alive if state not in waiting]
+    if not waiting:
+        # Ranks that wait for no rank are in other code. They show up only if that is known to block.
+        rest = [state for state in rest if state.where.loader or state.state == "T"]
+        if not rest:
+            return None
+    elif any(state.where.serves for state in rest):
         return None  # a server without requests is idle, and so are those that wait for it
-    rest = [state for state in alive if state not in in_torch_call]
     lines = _grouped(
-        in_torch_call,
+        waiting,
         lambda state: f"waited {state.idle_s:.0f} s in {_torch_call_text(state)}{_at(state)}",
         "has",
         "have",
     )
-    if rest and not in_torch_call:
-        lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
+    if not waiting:
+        lines.append(f"no rank has entered a collective for {min(s.idle_s for s in alive):.0f} s")
     ended = [state for state in states if state.returncode is not None]
     activities = group_by_text([*rest, *ended], _activity)
     lines += [_with_ranks(members, text, ": ") for text, members in activities.items()]
     if rest:
-        why, fix = _why_and_fix(rest, in_torch_call)
+        why, fix = _why_and_fix(rest, waiting)
     elif ended:
-        why, fix = _why_and_fix(ended, in_torch_call)
+        why, fix = _why_and_fix(ended, waiting)
     elif world_size == 1:
         why = "the job has one rank, and it waits for processes that this launcher did not start."
         fix = (
@@ -253,16 +279,22 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     elif world_size > len(states):
         why = "all ranks of this node wait; a rank on another node may not have arrived."
         fix = "look at the launchers of the other nodes. " + _CHECK_NETWORK.capitalize()
-    elif all(
-        state.where.torch_call == in_torch_call[0].where.torch_call for state in in_torch_call
-    ):
-        why = f"all ranks are in {in_torch_call[0].where.torch_call}, and none gets an answer."
+    elif all(state.where.torch_call == waiting[0].where.torch_call for state in waiting):
+        why = f"all ranks are in {waiting[0].where.torch_call}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
-    alarm = not any(state.busy for state in rest)
-    culprits = rest or ended or in_torch_call
+    # A job of one rank, or of one node, may wait for processes that this launcher does not know.
+    alarm = not any(state.may_come for state in rest) and world_size == len(states) > 1
+    alarm = alarm and not any(_exchange(one, other) for one in waiting for other in waiting)
+    culprits = rest or ended or waiting
     return _diagnosis(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
+
+
+def _exchange(one: RankState, other: RankState) -> bool:
+    """Whether one sends to the other, which receives: the data may be on their way."""
+    calls = (one.where.torch_call, other.where.torch_call)
+    return calls == ("send", "recv") and (one.peer, other.peer) == (other.rank, one.rank)
 
 
 def _waiter_lines(waiters: Sequence[RankState]) -> list[str]:
@@ -312,7 +344,7 @@ def _activity(state: RankState) -> str:
         return f"ended with exit code {state.returncode}"
     if state.state in ("T", "t"):
         return f"stopped (state {state.state}){_at(state)}"
-    if state.state == "D" and not state.busy:
+    if state.state == "D":
         kernel = f", {state.kernel_function}" if state.kernel_function else ""
         return f"in an uninterruptible wait in the kernel (state D{kernel}){_at(state)}"
     if state.state == "Z":
@@ -327,9 +359,7 @@ def _activity(state: RankState) -> str:
         text += f", waiting for a loader worker{_workers(state)}"
     if state.holds_gil:
         text += ", holding the GIL"
-    if state.gpu_computes:
-        text += ", and its GPU still computes"
-    return text + (", busy" if state.busy else "")
+    return text
 
 
 def _workers(state: RankState) -> str:
@@ -338,23 +368,14 @@ def _workers(state: RankState) -> str:
 
 def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> tuple[str, str]:
     """Why these ranks have not arrived, and what to do."""
-    idle = [state for state in absent if not state.busy] or absent
-    # A process that the kernel or a debugger holds explains more than where its script is.
-    first = min(idle, key=lambda state: state.state not in ("T", "t", "D", "Z"))
+    # A process that has ended or is held explains more than a line of the script.
+    first = min(absent, key=lambda s: (s.returncode is None, s.state not in ("T", "t", "D", "Z")))
     who = f"rank {first.rank}"
     if first.returncode is not None:
         return (
             f"{who} finished while the others still run.",
             "make all ranks take the same number of steps.",
         )
-    if all(state.busy for state in absent):
-        if first.holds_gil:
-            why = f"native code of {who} holds the GIL, so no other Python thread runs."
-        elif first.gpu_computes:
-            why = f"the GPU of {who} computes what was issued before the collective."
-        else:
-            why = f"{who} is evaluating, compiling, saving or loading, or is in an endless loop."
-        return why, "nothing, if this may take so long; otherwise check this code."
     if first.state == "T":
         return (
             f"SIGSTOP or a shell's job control has stopped the process of {who}.",
@@ -367,8 +388,8 @@ def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> t
         )
     if first.state == "D":
         return (
-            f"a disk or a network file system does not answer {who}.",
-            "check the disk that it uses.",
+            f"{who} waits for a disk, a network file system or another device.",
+            "nothing, if this may take so long; otherwise check the device.",
         )
     if first.state == "Z":
         return (
@@ -377,15 +398,21 @@ def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> t
         )
     if first.where.loader:
         return (
-            f"the DataLoader of {who} gets no batch: a worker is dead or stuck.",
-            "check the dataset's code there; DataLoader(timeout=...) makes it an error.",
+            f"the DataLoader of {who} gets no batch from its workers.",
+            "nothing, if a batch may take so long; otherwise check the dataset's code there. "
+            "DataLoader(timeout=...) makes it an error.",
         )
     if first.where.lock:
         return (
             f"{who} waits for a lock, a queue or a process.",
-            "find out what should release or fill it, and why that does not happen.",
+            "nothing, if this may take so long; otherwise find what should release or fill it.",
         )
-    if first.where.torch_call:
+    if first.holds_gil:
+        return (
+            f"native code of {who} holds the GIL, so no other Python thread runs.",
+            _MAY_TAKE_LONG,
+        )
+    if first.waits_for_ranks:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
     return _diverging_line(first, waiters)
 
@@ -394,19 +421,19 @@ def _diverging_line(absent: RankState, waiters: Sequence[RankState]) -> tuple[st
     """Where the stacks of the ranks diverge. Stacks alone do not tell a branch from a call that blocks."""
     who = f"rank {absent.rank}"
     if not waiters:
-        return f"{who} makes no progress there.", "check this code."
+        return f"{who} is in other code.", _MAY_TAKE_LONG
     pairs = zip(reversed(absent.where.script), reversed(waiters[0].where.script), strict=False)
     for (file, line, function), (other_file, other_line, other) in pairs:
         if (file, function) != (other_file, other):
             break
         if line != other_line:
             return (
-                f"{who} is at {file}:{line} while the others are at {file}:{other_line}: either the "
-                f"call there does not return, or only {who} makes it, as under `if rank == 0:`.",
-                f"if it does not return, find what it waits for; if only {who} makes it, call the "
-                "same collectives on all ranks, whatever the branch.",
+                f"{who} is at {file}:{line} while the others are at {file}:{other_line}: that call takes "
+                f"long or does not return, or only {who} makes it, as under `if rank == 0:`.",
+                f"{_MAY_TAKE_LONG[:-1]}. If only {who} makes it, call the same collectives on all ranks, "
+                "whatever the branch.",
             )
-    return f"{who} has not come back from there, and the others wait for it.", "check this code."
+    return f"{who} has not come back from there, and the others wait for it.", _MAY_TAKE_LONG
 
 
 def _grouped(

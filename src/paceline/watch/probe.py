@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from paceline.watch.flight_recorder import arrivals, counts, table
 from paceline.watch.sampling import profile
-from paceline.watch.stacks import call_of, hash_of, place_of_frame, stack_of
+from paceline.watch.stacks import call_of, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
 UNASKED = -1  # the number of an answer that a failing rank gives by itself; see launch/worker.py
@@ -92,15 +92,12 @@ class Probe:
             ) as error:  # as with another torch: the launcher no longer detects hangs
                 self._write_error(json.dumps({"error": f"the counts of collectives: {error!r}"}))
                 return
-            frame = sys._current_frames().get(self.main)
             beat = {
                 "time": time.monotonic(),
                 "entered": entered,
                 "completed": completed,
-                "place": place_of_frame(frame),
-                "stack_hash": hash_of(frame),
+                "place": place_of_frame(sys._current_frames().get(self.main)),
             }
-            del frame
             line = json.dumps(beat).encode() + b"\n"
             with self._timer_lock:
                 if self._ended or not self._ensure_open():

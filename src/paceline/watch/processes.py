@@ -25,24 +25,6 @@ _PROBE_FILE = f"/memfd:{PROBE_NAME}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
-    """One process at one moment.
-
-    Args:
-        state: As in /proc: R runs, S sleeps, D waits for a device, T is stopped, t is held by a debugger,
-            Z is dead.
-        cpu_s: CPU seconds so far, of all its threads.
-        io_bytes: Read and written so far, files and pipes together.
-    """
-
-    pid: int
-    name: str
-    state: str
-    cpu_s: float
-    io_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class HostSample:
     """Counters of this host at one moment; two of them say what the host did in between.
 
@@ -100,22 +82,15 @@ _STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STA
 _STATES |= {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DEAD: "Z"}
 
 
-def read_process(pid: int) -> Process | None:
-    """The process now; None if it does not exist."""
+def read_state(pid: int) -> str:
+    """The state of a process as in /proc; empty if it does not exist.
+
+    R runs, S sleeps, D waits for a device, T is stopped, t is held by a debugger, Z is dead.
+    """
     try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            name, times = process.name(), process.cpu_times()
-            state = _STATES.get(process.status(), "S")
+        return _STATES.get(psutil.Process(pid).status(), "S")
     except psutil.Error:
-        return None
-    io_bytes = 0
-    with contextlib.suppress(psutil.Error):  # the process of another user
-        counters = process.io_counters()
-        io_bytes = counters.read_chars + counters.write_chars
-    return Process(
-        pid=pid, name=name, state=state, cpu_s=times.user + times.system, io_bytes=io_bytes
-    )
+        return ""
 
 
 def read_children() -> dict[int, list[int]]:
@@ -162,24 +137,28 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     words = []
     own = _probe_files(pid).keys()  # a child of `os.fork` has its rank's file, and no probe
     for child in read_children().get(pid, ()):
-        found = read_process(child)
+        state = read_state(child)
         text = "".join(text for inode, text in _probe_files(child).items() if inode not in own)
         # A spawned worker has no probe; torch names its process.
-        if found is None or not (text or found.name.startswith("pt_data_worker")):
+        if not state or not (text or _name(child).startswith("pt_data_worker")):
             continue
         beat = read_beat(text)
         where = read_place(beat.get("place", ""), cwd)
         if time.monotonic() - beat.get("time", 0.0) > LATE_BEAT_S and (dump := read_dump(text)):
             where = read_stack(dump, cwd)
-        state = {"T": "stopped", "t": "held by a debugger", "D": "in a disk wait", "Z": "dead"}.get(
-            found.state, ""
+        does = {"T": "stopped", "t": "held by a debugger", "D": "in a disk wait", "Z": "dead"}.get(
+            state
         )
-        if not state:
-            unknown = "is idle" if text else "runs" if found.state == "R" else "waits"
+        if does is None:
+            unknown = "is idle" if text else "runs" if state == "R" else "waits"
             place = where.function_at_line or unknown
-            state = f"in {place}" if "() at " in place else place
-        words.append((not where.script, f"pid {child} {state}"))
+            does = f"in {place}" if "() at " in place else place
+        words.append((not where.script, f"pid {child} {does}"))
     return tuple(text for _, text in sorted(words))
+
+
+def _name(pid: int) -> str:
+    return read_text(Path(f"/proc/{pid}/comm")).strip()
 
 
 def _probe_files(pid: int) -> dict[int, str]:

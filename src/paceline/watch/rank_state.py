@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.watch.stacks import Frame, frames_of_script
 
+HELD = ("T", "t")  # states of a process that SIGSTOP or a debugger has stopped
 LATE_BEAT_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
 _DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
@@ -26,7 +27,12 @@ _WAITS = (
     "torch/distributed/rendezvous.py",
     "torch/distributed/elastic/utils/store.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_",
+    "paceline/job/failures.py",  # values over the store
+    "paceline/job/collectives.py",
 )
+_PICKLES = ("_object_to_tensor", "_tensor_to_object")  # functions of those files that compute
+# Innermost files of a thread that sleeps: until the next look into the store, or until a future has a result.
+_BLOCKS = ("/threading.py", "torch/_ops.py")
 _DECORATORS = ("wrapper", "inner_func", "<module>")
 _LOADERS = ("torch/utils/data/dataloader.py", "paceline/data/workers.py")
 _LOCKS = (
@@ -51,7 +57,6 @@ class Call:
         tensor_text: Type and shape of its tensor, such as `f32[3,4]`.
         since_s: Seconds since it was entered.
         completed: Whether it has ended.
-        queued: Whether the rank's GPU has not reached it: it computes what was issued before.
     """
 
     name: str
@@ -63,7 +68,6 @@ class Call:
     tensor_text: str = ""
     since_s: float = 0.0
     completed: bool = False
-    queued: bool = False
 
     @property
     def group_and_backend(self) -> str:
@@ -86,8 +90,9 @@ class StackSummary:
 
     Args:
         script: The frames of the script, innermost first.
-        torch_call: The function of torch.distributed that the script called, and in which it waits for other
-            ranks; empty if there is none.
+        torch_call: The function of torch.distributed or Paceline that the script called, and in which it
+            waits for other ranks; empty if there is none.
+        waits: Whether its innermost frame is there, so it does nothing else, such as pickle an object.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
@@ -96,6 +101,7 @@ class StackSummary:
 
     script: tuple[Frame, ...] = ()
     torch_call: str = ""
+    waits: bool = False
     gradients: bool = False
     loader: bool = False
     lock: bool = False
@@ -122,7 +128,6 @@ class RankState:
     Args:
         state: The state of its process, as in /proc; empty if it has ended.
         returncode: None while it runs.
-        busy: Whether it uses the CPU, reads or writes, is at another place each time, or its GPU computes.
         idle_s: Seconds since it last entered or left a collective.
         holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
         in_unreported_collective: Whether it is in a collective that it did not report.
@@ -142,7 +147,6 @@ class RankState:
     pid: int
     state: str = "S"
     returncode: int | None = None
-    busy: bool = False
     idle_s: float = 0.0
     holds_gil: bool = False
     in_unreported_collective: bool = False
@@ -158,21 +162,31 @@ class RankState:
     kernel_function: str = ""
 
     def has_entered(self, call: Call) -> bool:
-        """Whether it, and its GPU, have entered this collective of another rank."""
-        same = [c for c in self.calls if c.group_and_backend == call.group_and_backend]
-        if any(own.queued and own.number <= call.number for own in same):
-            return False
+        """Whether it has entered this collective of another rank."""
         return self.last_numbers.get(call.group_and_backend, 0) >= call.number
 
     @property
     def open_call(self) -> Call | None:
-        """The oldest collective that is not completed, and that its GPU has reached."""
-        return next((call for call in self.calls if not (call.completed or call.queued)), None)
+        """The oldest collective that is not completed."""
+        return next((call for call in self.calls if not call.completed), None)
 
     @property
-    def gpu_computes(self) -> bool:
-        """Whether its GPU computes what was issued before a collective."""
-        return any(call.queued for call in self.calls)
+    def waits_for_ranks(self) -> bool:
+        """Whether its main thread provably waits for other ranks.
+
+        An open collective alone does not prove it: with `async_op=True` and on a GPU, the script goes on.
+        """
+        if self.returncode is not None or self.state in (*HELD, "D", "Z"):
+            return False
+        if self.where.torch_call:
+            return self.where.waits or self.open_call is not None
+        waits = self.where.gradients or self.call.rpartition(".")[2] == "wait"
+        return waits and self.open_call is not None
+
+    @property
+    def may_come(self) -> bool:
+        """Whether a rank that does not wait for ranks may go on by itself."""
+        return self.returncode is None and self.state != "T"
 
 
 def read_calls(
@@ -199,7 +213,6 @@ def read_calls(
             tensor_text=_tensor_text(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
             completed=bool(entry["retired"]) or entry.get("state") == "completed",
-            queued=bool(entry.get("queued")),
         )
         for entry in entries
         if not entry.get("is_p2p")
@@ -227,22 +240,28 @@ def _tensor_text(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
 def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     """Parse frames, innermost first. Files under `cwd` become relative."""
     inner: list[str] = []
-    waits, is_waiting = "", False
+    torch_call, is_waiting, waits = "", False, False
     frames = frames_of_script([(file, line, function) for file, line, function in stack])
     for file, line, function in stack:
         if frames and (file, line, function) == frames[0]:
             break
+        here = any(name in file for name in _WAITS) and function not in _PICKLES
+        waits = waits or (here and all(one.endswith(_BLOCKS) for one in inner))
         inner.append(file)
-        is_waiting = is_waiting or any(name in file for name in _WAITS)
-        if is_waiting and "torch/distributed/" in file and function not in _DECORATORS:
-            waits = function
+        is_waiting = is_waiting or here
+        if is_waiting and function not in _DECORATORS:
+            if "torch/distributed/" in file:
+                torch_call = function.strip("_")
+            elif "paceline/" in file and not function.startswith(("_", "<")):
+                torch_call = f"paceline's {function}"
     script = tuple(
         (file.removeprefix(cwd.rstrip("/") + "/"), line, function)
         for file, line, function in frames
     )
     return StackSummary(
         script=script,
-        torch_call=waits.strip("_"),
+        torch_call=torch_call,
+        waits=waits,
         gradients=any("torch/autograd/" in file for file in inner),
         loader=any(file.endswith(_LOADERS) for file in inner),
         lock=any(file.endswith(_LOCKS) for file in inner),

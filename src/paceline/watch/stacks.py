@@ -98,15 +98,6 @@ def stack_of(frame: FrameType | None, *, to_bootstrap: bool = False) -> Stack:
     return stack
 
 
-def hash_of(frame: FrameType | None) -> int:
-    """Equal for equal stacks of this process."""
-    parts = []
-    while frame is not None and not _is_bootstrap(frame):
-        parts.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return hash(tuple(parts))
-
-
 def call_of(frame: FrameType | None) -> dict[str, Any]:
     """What the innermost line of the script calls, and the peer of a send or receive."""
     peer = None
