@@ -121,7 +121,9 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
     ],
     "howto/data.md": [
         Run("# block\n    assert batches.steps_per_epoch == 1"),
-        Run("pad = default_collate\n# block\n    assert batches.micro_batch == 32"),
+        Run(
+            "pad = default_collate\n# block\n    assert batches.micro_batch == batches.global_batch"
+        ),
         Run(
             "class Items(torch.utils.data.IterableDataset):\n"
             "    def __iter__(self): return iter(range(8))\n"

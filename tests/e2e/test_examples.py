@@ -162,7 +162,7 @@ def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str])
     assert "paceline run --nproc-per-node 2 go.py" in _run(init, tmp_path)
     again = subprocess.run(init, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 73
-    assert "go.py cannot be written: File exists." in again.stderr
+    assert "go.py exists, and is not overwritten." in again.stderr
     assert "paceline run --nproc-per-node 2 go.py" in (tmp_path / "go.py").read_text()
     outputs = [_run([*PACELINE, "2", "go.py"], tmp_path) for _ in range(2)]
     found = [re.search(r"accuracy ([\d.]+) on 500 samples", output) for output in outputs]

@@ -131,7 +131,10 @@ class Store:
         """Remove a file or a folder; a checkpoint is never seen in part."""
         full = self._path(path)
         if os.path.isfile(full):
-            os.remove(full)
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another rank may remove its probe just now
+                os.remove(full)
             return
         if _FOLDER.fullmatch(path):
             removed = self._path(f"unfinished-removed-{path}")
