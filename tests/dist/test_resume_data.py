@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ def test_a_scheduler_that_is_not_restored_is_reported(tmp_path: Path, how: str) 
         text = run_ranks(_scheduled, str(tmp_path), how, nproc=1)[0]
         assert ("scheduler was not restored" in text) is (is_resumed and how == "forgotten")
         assert how != "forgotten" or "goes on with the settings" not in text
+
+
+class _Threaded(_Items):
+    """Reads in a thread, which a forked process does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.pool = ThreadPoolExecutor(1)
+        self.pool.submit(int).result()
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        return self.pool.submit(super().__getitem__, n).result()
+
+
+def _threaded(job: Any, folder: str) -> int:
+    return len(_train(job, folder, _Threaded(), 2))
+
+
+@pytest.mark.ci
+def test_a_dataset_that_cannot_be_read_in_a_forked_process_is_trained_on(tmp_path: Path) -> None:
+    assert sum(run_ranks(_threaded, str(tmp_path), nproc=2)) == 20
 
 
 def _own(job: Any, folder: str, kind: str, workers: int) -> list[int]:

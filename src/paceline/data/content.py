@@ -13,6 +13,9 @@ from paceline.data.workers import Failure, Workers, start_method
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 
+# Then the samples are not compared. A dataset that uses threads of this process may block in a forked one.
+_TIMEOUT_S = 5.0
+
 
 def read_content(job: Job, samples: Samples) -> list[int] | None:
     """The digests of the first, the middle and the last sample; None if they cannot be read."""
@@ -23,12 +26,15 @@ def read_content(job: Job, samples: Samples) -> list[int] | None:
     if (start_method() or multiprocessing.get_start_method()) != "fork":
         return None
     # In a process of its own: a file that the dataset opened here would be shared with later workers.
-    workers = Workers(job, _Work(samples), 1, tasks=True)
+    workers = Workers(job, _Work(samples), 1, tasks=True, timeout_s=_TIMEOUT_S)
     try:
         workers.start([ids])
         digests: list[int] = workers.get()
     except PacelineError:
         return None  # the training reports it when it reads this sample
+    except RuntimeError:
+        workers.kill()
+        return None
     finally:
         workers.close()
     return digests

@@ -105,6 +105,7 @@ class Workers:
         tasks: Whether `work` is map-style.
         init: A user's `worker_init_fn`, which each worker calls with its number.
         seed: Decides torch's seeds of the workers.
+        timeout_s: How long `get` waits before it raises RuntimeError; 0: as long as the workers live.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Workers:
         tasks: bool,
         init: Callable[[int], Any] | None = None,
         seed: int = 0,
+        timeout_s: float = 0,
     ) -> None:
         self._job = job
+        self._timeout_s = timeout_s
         self._work = work
         self._num_workers = workers
         self._tasks = _Tasks() if tasks else None
@@ -148,6 +151,7 @@ class Workers:
                 multiprocessing_context=start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
+                timeout=self._timeout_s,
                 # The default draws a seed from torch's global generator, which belongs to the training.
                 generator=torch.Generator().manual_seed(self._seed),
             )
