@@ -86,6 +86,34 @@ def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path, ranks: in
     _check(folder, tmp_path / "a")
 
 
+LEAVES = """
+import sys, torch, paceline
+
+with paceline.join() as job:
+    checkpoints = paceline.Checkpoints(sys.argv[1])
+    checkpoints.resume(job)
+    checkpoints.save(job, 1, {"step": 1, "w": torch.ones(3)})
+    checkpoints.close(job)
+print("left", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_has_left_its_job_does_not_keep_the_folder(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", str(tmp_path / "saves")
+    script.write_text(SAVES)
+    words = [sys.executable, "-c", LEAVES, folder]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "left\n"
+        second = _start(folder, tmp_path / "log", script, 1)
+        _wait_for(tmp_path / "log", 1, second)
+        text = _kill(second)
+        assert first.poll() is None
+    assert _saved(tmp_path / "log"), text
+    _check(folder, tmp_path / "log")
+
+
 @pytest.mark.parametrize(
     ("where", "seed"),
     [

@@ -76,17 +76,21 @@ def test_a_node_without_heartbeats_is_dead_after_as_many_intervals_as_the_user_w
     assert here.dead == {OTHER}
 
 
-def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(random, "uniform", lambda *bounds: drawn.append(bounds) or 0.0)
+def _one_node() -> tuple[int, NodeOptions]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    options = NodeOptions(
+    return port, NodeOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
         facts=NodeFacts(host="h", number=0, nodes="1", script="", digest=""),
         ports=None,
         say=lambda text: None,
     )
+
+
+def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(random, "uniform", lambda *bounds: drawn.append(bounds) or 0.0)
+    port, options = _one_node()
     endpoint = f"127.0.0.1:{port}"
     parameters = RendezvousParameters("c10d", endpoint, "job", 1, 1, "127.0.0.1")
     rendezvous = rendezvous_of_nodes(parameters, options)
@@ -96,14 +100,7 @@ def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.Monke
 
 
 def test_a_static_rendezvous_listens_on_one_interface() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    options = NodeOptions(
-        endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
-        facts=NodeFacts(host="h", number=0, nodes="1", script="", digest=""),
-        ports=None,
-        say=lambda text: None,
-    )
+    port, options = _one_node()
     parameters = RendezvousParameters("static", f"127.0.0.1:{port}", "job", 1, 1, rank=0)
     info = rendezvous_of_nodes(parameters, options).next_rendezvous()
     assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == (

@@ -91,8 +91,8 @@ def take(store: Store) -> tuple[Ownership, bool]:
         return known, False
     lock = _locked(store) if store.has_rename else None
     try:
-        before = _read(store)
-        # Without locks: `is_alive_here` sees jobs of this host only.
+        # Without a lock the record can tell of processes of this host only.
+        before = _read(store) if lock is None else None
         if before is not None and before.is_alive_here():
             raise _taken(store, before)
         owner = Owner(

@@ -131,9 +131,7 @@ class Store:
         """Remove a file or a folder; a checkpoint is never seen in part."""
         full = self._path(path)
         if os.path.isfile(full):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another rank may remove its probe just now
+            with contextlib.suppress(FileNotFoundError):  # of a probe that its rank removes now
                 os.remove(full)
             return
         if _FOLDER.fullmatch(path):
