@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.checkpoint import codec, layout
 from paceline.checkpoint.owner import RECORD
-from paceline.checkpoint.store import committed, open_store, read_manifest
+from paceline.checkpoint.store import Store, committed, open_store, read_manifest
 from paceline.errors import (
     CheckpointError,
     NonFinite,
@@ -255,6 +256,26 @@ def _limited(job: Any, folder: str, until: int) -> int:
 def test_training_continues_if_a_disk_is_full_for_a_while(tmp_path: Path) -> None:
     assert run_ranks(_limited, str(tmp_path), 10, nproc=2) == [10, 10]
     assert committed(open_store(tmp_path)) == [2, 8, 10]
+
+
+def _on_slow_storage(job: Any, folder: str) -> int:
+    write = Store.write
+
+    def write_late(store: Any, path: str, parts: Any) -> None:
+        if path.endswith(".bin") and job.rank == job.world_size - 1:
+            time.sleep(4)
+        write(store, path, parts)
+
+    Store.write = write_late  # type: ignore[method-assign]
+    training = _training(job, folder, every_steps=1)
+    _train(training, until=3)
+    return training.number
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_late_save_ends_no_training_and_leaves_out_the_next(nproc: int, tmp_path: Path) -> None:
+    assert run_ranks(_on_slow_storage, str(tmp_path), nproc=nproc, timeout_s=2) == [3] * nproc
+    assert committed(open_store(tmp_path)) == [1, 3]
 
 
 def test_a_failed_last_save_is_an_error_with_its_exit_code(tmp_path: Path) -> None:

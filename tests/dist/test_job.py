@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import (
@@ -322,6 +325,63 @@ def _exits(job: Any) -> None:
 def test_a_rank_that_ends_early_is_explained() -> None:
     with pytest.raises(LaunchFailed, match=r"rank 0 ended with exit code 0 before its"):
         paceline.spawn(_exits, nproc=1)
+
+
+def _ends_in_its_own_time(job: Any, how: str) -> str:
+    """Rank 0 works for 3 s after the others have come to the end; collectives may wait 1 s."""
+    if how == "break":
+        model = paceline.ddp(job, torch.nn.Linear(1, 1))
+        batches = paceline.Batches(job, TensorDataset(torch.ones(8, 1)), global_batch=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in paceline.Training(job, model, optimizer, batches).steps():
+            for (x,) in step:
+                step.backward(model(x).mean())
+            step.update()
+            if step.number == 3:
+                break
+    if job.rank == 0:
+        time.sleep(3)
+    if job.rank == 0 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
+
+
+@pytest.mark.parametrize(("nproc", "how"), [(2, "end"), (4, "end"), (3, "break")])
+def test_a_rank_may_work_for_long_after_the_others_have_ended(nproc: int, how: str) -> None:
+    results = paceline.spawn(_ends_in_its_own_time, how, nproc=nproc, timeout_s=1)
+    assert results == ["done"] * nproc
+
+
+def test_a_rank_that_is_killed_at_the_end_frees_the_others() -> None:
+    began = time.monotonic()
+    outcomes = run_failing_ranks(_ends_in_its_own_time, "kill", nproc=3, timeout_s=60)
+    assert time.monotonic() - began < 20
+    assert all("rank 0" in str(outcome.error) or outcome.rank for outcome in outcomes)
+    assert all(outcome.error is not None for outcome in outcomes)
+
+
+def _stops_while_it_sends(job: Any, by: signal.Signals) -> bytes:
+    write = os.write
+
+    def write_a_part(fd: int, data: Any) -> int:
+        write(fd, data[:1000])
+        os.kill(os.getpid(), by)
+        return 1000
+
+    if job.rank == 0:
+        os.write = write_a_part  # type: ignore[assignment]
+    return bytes(1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("by", "error"),
+    [(signal.SIGKILL, "rank 0 was killed by SIGKILL"), (signal.SIGSTOP, "rank 0 did not finish")],
+)
+def test_a_rank_that_ends_or_stops_while_it_sends_its_result(by: Any, error: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(LaunchFailed, match=error):
+        paceline.spawn(_stops_while_it_sends, by, nproc=2, deadline_s=8)
+    assert time.monotonic() - began < 20
 
 
 LOCAL = {"launcher": "torch", "rank": 0, "world_size": 4, "local_rank": 0}

@@ -442,19 +442,6 @@ def test_an_unexpected_error_of_the_commit_or_of_retention_is_reported(
     assert committed(open_store(tmp_path)) == [1, 2]
 
 
-def test_a_save_does_not_depend_on_the_priority_of_its_thread(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forbidden(*args: int) -> None:
-        raise PermissionError("not in this container")
-
-    monkeypatch.setattr(os, "setpriority", forbidden)
-    checkpoints = paceline.Checkpoints(tmp_path)
-    checkpoints.save(job, 1, _state(), wait=False)
-    checkpoints.finish(job, required=True)
-    assert checkpoints.last_saved == 1
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("keep", None), ("keep", 0), ("every_steps", 2.5), ("every_epochs", True)]
 )

@@ -45,6 +45,7 @@ from paceline.machine import format_bytes
 Resume = Literal["auto", "epoch", "must", "never"]
 _AUTO_SHARE = 0.035  # largest share of the time that `every_s="auto"` spends on saving
 _GUESSED_BYTES_PER_S = 300e6  # until the first save is timed
+_WAIT_S = 2.0  # age of a save up to which the next one waits for it instead of being left out
 _RNG = "$rng."
 
 
@@ -117,6 +118,7 @@ class Checkpoints:
         self._ownership: Ownership | None = None  # of the folder, on rank 0
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
+        self._is_behind = False  # whether a save was left out since the last one began
         self._last_begun = time.monotonic()
         self._stall_s = 0.0  # time that the last save blocked the training
         self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
@@ -148,6 +150,25 @@ class Checkpoints:
             return False
         every_s = self._cost_s / _AUTO_SHARE if self._every_s == "auto" else float(self._every_s)
         return time.monotonic() - self._last_begun >= every_s
+
+    def is_behind(self, job: Job, step: int) -> bool:
+        """Whether the save before is still being written, so that the one due after `step` is left out.
+
+        Waits until that save is 2 s old, so that fast storage gets every save.
+
+        Collective: all ranks, same step.
+        """
+        save = self._in_flight
+        is_behind = save is not None and not save.wait_until_aged(min(_WAIT_S, job.timeout_s / 2))
+        if not collectives.gather(job, is_behind)[0]:  # rank 0 commits
+            return False
+        if save is not None and job.rank == 0 and not self._is_behind:
+            self._is_behind = True
+            log.logger.warning(
+                "step %d is not saved: the storage still writes step %d. More steps may be left out.",
+                *(step, save.step),
+            )
+        return True
 
     def save(
         self,
@@ -195,6 +216,7 @@ class Checkpoints:
         if self._newest is None:
             self._newest, self._token = collectives.on_rank0(job, self._begin_saves)
         self._attempts += 1
+        self._is_behind = False
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
         self._in_flight = Save(
@@ -208,7 +230,6 @@ class Checkpoints:
             tree=tree,
             finite_prefix=finite_prefix,
             may_be_infinite=may_be_infinite,
-            waited=wait,
             ownership=self._ownership,
             prune=self._prune,
         )

@@ -11,9 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +30,7 @@ from paceline.checkpoint.owner import Ownership
 from paceline.checkpoint.store import Store, commit, finish_rollback, withdraw
 from paceline.credentials import redact
 from paceline.errors import CheckpointError
+from paceline.job.failures import Peers
 from paceline.job.job import Job
 from paceline.torch_private import find
 
@@ -43,7 +42,7 @@ _FIXES = {
     errno.EACCES: "give the job permission to write there.",
     errno.EROFS: "choose a folder that is mounted for writing.",
 }
-_NICE = 19  # the lowest priority: the training's threads come first on a busy core
+_LATE_S = 60.0  # of a save: rank 0 warns at this age, and whenever the age has doubled
 
 
 class Buffer:
@@ -197,13 +196,6 @@ def _failed(error: Exception) -> SaveOutcome:
     return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"), fix=fix)
 
 
-def _lower_priority() -> None:
-    """Give this thread the lowest priority where the system permits it; on Linux each thread has its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 class Save:
     """A save in flight, with its thread. All ranks create one for the same step.
 
@@ -213,7 +205,6 @@ class Save:
         tree: The values for JSON; those of rank 0 are written.
         finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
         may_be_infinite: Names of those among them that may hold infinity, but not NaN.
-        waited: Whether the caller waits for it; the thread then keeps its priority.
         ownership: Of the folder, on rank 0; None on the others.
         prune: Applies retention; called on rank 0 after the commit.
 
@@ -235,7 +226,6 @@ class Save:
         tree: Any,
         finite_prefix: str,
         may_be_infinite: Collection[str],
-        waited: bool,
         ownership: Ownership | None,
         prune: Callable[[], None],
     ) -> None:
@@ -243,21 +233,26 @@ class Save:
         self.staging = staging
         self.outcome: SaveOutcome | None = None
         self.cost_s = 0.0
+        self._began = time.monotonic()
         self._rank, self._world_size = job.rank, job.world_size
-        self._timeout_s = job.timeout_s
         self._store, self._folder = store, folder
         self._scratch = store.scratch(folder, attempt)
         self._best, self._tree, self._prune = best, tree, prune
         self._ownership = ownership
         self._finite_prefix, self._may_be_infinite = finite_prefix, frozenset(may_be_infinite)
-        self._waited = waited
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
+        self._marks: dist.Store | None = (
+            None  # a client of the job's store, for marks of failed ranks
+        )
         if job.store is not None:
             own_client: dist.Store = job.store.clone()  # type: ignore[attr-defined] # not in torch's stubs
             # Counted for the job, because it may have several `Checkpoints`. All ranks count alike.
             number = job.store.add(f"checkpoint/saves/{job.rank}", 1)
-            self._acks = dist.PrefixStore(f"checkpoint/{number}", own_client)
+            self._acks, self._marks = (
+                dist.PrefixStore(f"checkpoint/{number}", own_client),
+                own_client,
+            )
         self._thread = threading.Thread(target=self._run, name="paceline-save", daemon=True)
         self._thread.start()
 
@@ -271,6 +266,11 @@ class Save:
         self._thread.join()
         return self.outcome
 
+    def wait_until_aged(self, age_s: float) -> bool:
+        """Whether it has ended; wait for it until it is `age_s` old."""
+        self._thread.join(timeout=max(0.0, self._began + age_s - time.monotonic()))
+        return self.is_done
+
     def cancel(self) -> None:
         """Give up without waiting for other ranks; it is not committed afterwards."""
         self._cancel.set()
@@ -282,8 +282,6 @@ class Save:
             self.outcome = self._conclude(self._write_own())
         except _Cancelled:
             return
-        except TimeoutError as error:
-            self.outcome = SaveOutcome(kind="other", text=str(error))
         except RuntimeError as error:  # the job's store ended with rank 0
             self.outcome = SaveOutcome(kind="other", text=f"the job's store is gone: {error}")
         except Exception as error:  # None would mean "cancelled"
@@ -294,8 +292,6 @@ class Save:
         """This rank's acknowledgement: its digests, or why there are none."""
         try:
             self.staging.finish()
-            if not self._waited:
-                _lower_priority()
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
@@ -346,15 +342,23 @@ class Save:
         return SaveOutcome(**json.loads(self._acks.get("outcome")))
 
     def _await(self, keys: list[str]) -> None:
+        """Wait until all keys are set, however slow a rank's storage is, unless a rank has failed."""
         assert self._acks is not None
-        deadline = time.monotonic() + self._timeout_s
-        pause_s = _POLL_S
+        assert self._marks is not None
+        warn_at_s, pause_s = _LATE_S, _POLL_S
         while not self._acks.check(keys):
             if self._cancel.wait(pause_s):
                 raise _Cancelled
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks have written within {self._timeout_s:g} s")
+            # A rank that failed because of this save has given the outcome before.
+            if Peers.has_failure(self._marks) and not self._acks.check(keys):
+                raise _Cancelled
             pause_s = min(2 * pause_s, 0.1)
+            age_s = time.monotonic() - self._began
+            if self._rank == 0 and age_s > warn_at_s:
+                warn_at_s *= 2
+                late = [key for key in keys if not self._acks.check([key])]
+                text = "the checkpoint of step %d is not saved after %.0f s: rank %s still writes to %s."
+                log.logger.warning(text, self.step, age_s, ", ".join(late), self._store.root)
 
     def _commit(self, acks: list[dict[str, Any]]) -> SaveOutcome:
         outcome = self._commit_or_fail(acks)

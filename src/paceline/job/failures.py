@@ -9,6 +9,7 @@ torch's threads and hide the error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from paceline.exit_codes import ExitCode
 from paceline.job import current_step, store_exchange
 
 # Keys of the store.
+PREFIX = "peers"
 _FAILED = "failed"
 _ENDED = "ended"
 _QUESTIONS = "questions"
@@ -111,6 +113,11 @@ class Peers:
         keys = [f"{_ENDED}/{rank}" for rank in range(self._world_size)]
         self._wait_for(keys, _LINGER_S)
 
+    @staticmethod
+    def has_failure(store: dist.Store) -> bool:
+        """Whether a rank of the job has failed; for threads, which have their own client of the store."""
+        return bool(store.check([f"{PREFIX}/{_FAILED}"]))
+
     def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
         """The error to raise because another rank failed first; None if none is known."""
         if not self._wait_for([_FAILED], wait_s):
@@ -148,18 +155,19 @@ class Peers:
         if goes_back:
             self._loop += 1  # so that no later step has the number and the loop of an earlier one
 
-    def leave_loop(self, step: int, *, updated: bool, timeout_s: float) -> None:
+    def leave_loop(self, step: int, *, updated: bool) -> None:
         """Wait until all ranks have left the loop after the same step.
 
         Args:
-            updated: whether this rank's update of the step was done. If not, no other rank can finish its
-                own, and this rank waits only as long as another may be late for the same `break`.
+            updated: whether this rank's update of the step was done; this rank then waits as long as another
+                one works after its own `break`. If not, no other rank can finish its update, and this rank
+                waits only as long as another may be late for the same `break`.
 
         Raises:
             StepError: another rank goes on, or left after another step.
         """
         loop, name = self._loop, f"left/{self.new_loop()}"
-        wait_s = timeout_s if updated else min(timeout_s, _LATE_S)
+        wait_s = math.inf if updated else _LATE_S
         steps, missing = self.exchange(
             name, step, lambda other: other.loop >= loop and other.passed >= step, timeout_s=wait_s
         )

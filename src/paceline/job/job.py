@@ -46,6 +46,7 @@ from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
 from paceline.machine import usable_cores
 
+_WHILE_OTHERS_WORK = timedelta(days=3650)  # Gloo has no barrier without a timeout
 _current: weakref.ReferenceType[Job] | None = None
 
 
@@ -187,7 +188,7 @@ class Job:
             raise cause from error
 
     def leave(self) -> None:
-        """Leave the job cleanly: wait for the other ranks, then close the groups.
+        """Leave the job cleanly: wait for the other ranks, however long they still work; close the groups.
 
         Raises:
             PeerFailed: another rank failed instead of leaving.
@@ -214,8 +215,12 @@ class Job:
         failures.uninstall_excepthook()
 
     def _wait_for_all_ranks(self, group: dist.ProcessGroup) -> None:
+        # Not the timeout of collectives: another rank may still plot or upload. If its process ends, its
+        # connections close, and the barrier fails at once.
+        options = dist.BarrierOptions()
+        options.timeout = _WHILE_OTHERS_WORK
         try:
-            dist.barrier(group=group)
+            group.barrier(options).wait()
         except RuntimeError as error:
             self.reraise(error)
 
@@ -281,7 +286,7 @@ class Job:
         if left is None:
             return
         if self.peers is not None:
-            self.peers.leave_loop(left.step, updated=left.is_updated, timeout_s=self.timeout_s)
+            self.peers.leave_loop(left.step, updated=left.is_updated)
         log.logger.warning(
             "the training loop was left in step %d by `break` or an exception; what was not saved or "
             "logged before is lost. `step.stop()` ends the loop after a whole step.",
@@ -412,7 +417,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
             job.set_variable(name, interface)
     job.store = rendezvous.meet(info, timeout_s=job.timeout_s, store=store)
     # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
-    job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
+    job.peers = Peers(dist.PrefixStore(failures.PREFIX, job.store), job.rank, job.world_size)
     _refuse_wrong_ranks(job, job.store)
     timeout = timedelta(seconds=job.timeout_s)
     hook = sys.excepthook

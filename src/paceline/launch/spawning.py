@@ -13,12 +13,13 @@ import math
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -44,6 +45,7 @@ _DUMP_S = 2.0
 _LONG_LINE = 2000  # characters; a longer line without an end is cut
 # Makes a rank write its stacks. Nothing else uses this signal, and no terminal sends it.
 _DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
+_SIZE = struct.Struct("!Q")  # of an outcome, in bytes; sent before it
 _main_hidden = threading.Lock()
 # Imported once, by the fork server. torch imports its compiler for the first optimizer or DDP object, which
 # takes a second.
@@ -167,7 +169,8 @@ def run_outcomes(
     ranks: list[_Rank] = []
     try:
         for number in range(nproc):
-            ours, theirs = context.Pipe()
+            ours, theirs = context.Pipe(duplex=False)
+            os.set_blocking(ours.fileno(), False)
             stack, stack_end = context.Pipe(duplex=False)
             environ = _environment(number, nproc, store.port)
             process = context.Process(
@@ -195,6 +198,18 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
     stacks: Connection
+    received: bytearray = field(default_factory=bytearray)
+
+    def receive(self) -> RankResult | None:
+        """The outcome, once all of it has come; what has come before is kept. It never waits for the rank."""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.pipe.fileno(), 1 << 20):
+                self.received += part
+        size = _SIZE.unpack_from(self.received)[0] if len(self.received) >= _SIZE.size else math.inf
+        if len(self.received) < _SIZE.size + size:
+            return None
+        outcome: RankResult = cloudpickle.loads(memoryview(self.received)[_SIZE.size :])
+        return outcome
 
     def dump_stacks(self) -> str:
         """The stacks of a rank that does not finish, and of its children that can write them."""
@@ -299,7 +314,10 @@ def _serve(
         outcome.failure = _rank_outcome(rank, Error.of(error, outcome.text))
     for stream in streams:
         stream.finish()
-    pipe.send_bytes(_pack(outcome))
+    data = _pack(outcome)
+    left = memoryview(_SIZE.pack(len(data)) + data)
+    while left:
+        left = left[os.write(pipe.fileno(), left) :]
     pipe.close()
 
 
@@ -374,9 +392,12 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[RankResult]:
         waiting = [ranks[number] for number in open_ranks]
         wait([r.pipe for r in waiting] + [r.process.sentinel for r in waiting], timeout=left)
         for number in open_ranks:
-            has_ended = not ranks[number].process.is_alive()
-            if ranks[number].pipe.poll() or has_ended:
-                outcomes[number] = _receive(number, ranks[number])
+            has_ended = not ranks[
+                number
+            ].process.is_alive()  # before the read, which is then the last
+            outcome = ranks[number].receive()
+            if outcome is not None or has_ended:
+                outcomes[number] = outcome or _early_end(number, ranks[number])
         # After a failure the others have a short time to send their outcome.
         if any(o.error is not None for o in outcomes.values()):
             limit = time.monotonic() + _GRACE_S
@@ -398,12 +419,7 @@ def _rank_outcome(
     return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
 
 
-def _receive(number: int, rank: _Rank) -> RankResult:
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        if rank.pipe.poll():
-            outcome: RankResult = cloudpickle.loads(rank.pipe.recv_bytes())
-            return outcome
-    rank.process.join(timeout=_GRACE_S)
+def _early_end(number: int, rank: _Rank) -> RankResult:
     code = rank.process.exitcode or 0
     how = f"was killed by {signal_name(-code)}"
     why = "memory ran out, or native code crashed, or a user killed it."

@@ -660,14 +660,15 @@ class Training:
         for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
             self._apply(word)
         self._replica_check.step_ended(step.number)
-        if checkpoints is not None and (
-            control.agreed.save
-            or checkpoints.is_due(
-                step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
-            )
-        ):
+        if checkpoints is None:
+            return
+        is_due = checkpoints.is_due(
+            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
+        )
+        if control.agreed.save or is_due:
             with clock.during(CHECKPOINT):
-                self._save(checkpoints, wait=False)
+                if control.agreed.save or not checkpoints.is_behind(self.job, step.number):
+                    self._save(checkpoints, wait=False)
 
     def _apply(self, word: Word) -> None:
         """Act on a control word. All ranks call it after the same step."""
