@@ -16,8 +16,9 @@ from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.store import committed, flush, open_store, read_manifest
 from paceline.errors import CheckpointError, ConfigError
+from paceline.parallel.modules import INNER
 
-_WRAPPERS = ("module.", "_orig_mod.")  # of torch's DDP and torch.compile
+_DDP = "module."
 
 
 def write_file(path: Path, content: Any) -> None:
@@ -72,7 +73,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
     """
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1]
-    wrappers: tuple[str, ...] = _WRAPPERS
+    from_file = True
     try:
         if "://" in name and suffix in (".safetensors", ".pth", ".pt"):
             folder, _, last = name.rpartition("/")
@@ -88,7 +89,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
             found = torch.load(name, map_location="cpu", weights_only=True)
         else:
             found = _read_checkpoint(name, number)
-            wrappers = ()  # its names are those of the model itself
+            from_file = False  # its names are those of the model itself
     except (CheckpointError, ConfigError):
         raise
     except StorageError as error:
@@ -109,11 +110,18 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
         isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items()
     ):
         raise CheckpointError(f"{path} holds no plain state_dict.", path=name)
-    while prefix := next(
-        (p for p in wrappers if found and all(k.startswith(p) for k in found)), ""
-    ):
-        found = {key.removeprefix(prefix): value for key, value in found.items()}
+    found = without_inner(found) if from_file else found
+    while from_file and found and all(key.startswith(_DDP) for key in found):
+        found = {key.removeprefix(_DDP): value for key, value in found.items()}
     return dict(found)
+
+
+def without_inner(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by names without what `torch.compile` and `checkpoint_wrapper` add."""
+    return {
+        ".".join(part for part in name.split(".") if part not in INNER): value
+        for name, value in values.items()
+    }
 
 
 def _read_checkpoint(url: str, number: int) -> Any:

@@ -27,6 +27,8 @@ from paceline.job.job import Job
 
 # Attribute of a module, and of its copies: the function that has split its parameters over ranks.
 SPLIT_BY = "_paceline_split_by"
+# Names of the module inside `torch.compile` and inside torch's `checkpoint_wrapper`.
+INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 # Attribute of a module that is split into stages: its `StageRunner`.
 PIPELINE = "_paceline_pipeline"
 
@@ -81,7 +83,33 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
-    return dict(model.named_children()).get("_orig_mod")
+    return model._modules.get("_orig_mod")
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """A name from `named_parameters` or `state_dict` without what wrappers in `model` add.
+
+    Wrappers are torch's DDP, `torch.compile` and `checkpoint_wrapper`; the names of `state_dict` lack what
+    the last adds.
+    """
+    module: nn.Module | None = model
+    kept = []
+    for part in name.split("."):
+        while module is not None and (inner := _name_inside(module)) is not None:
+            module = module._modules[inner]
+            if part == inner:
+                break
+        else:
+            kept.append(part)
+            module = None if module is None else module._modules.get(part)
+    return ".".join(kept)
+
+
+def _name_inside(module: nn.Module) -> str | None:
+    """Under which name a wrapper holds its module; None if the module is no wrapper."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    return next((name for name in INNER if name in module._modules), None)
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:

@@ -1,8 +1,8 @@
 """The state of models and optimizers, under the names of the parameters.
 
-Parameters are named as in the model itself, without what torch's wrappers add (`module.`, `_orig_mod.`).
-The state of optimizers uses these names too. A saved state therefore fits any number of ranks, any sharding,
-and the model with or without `torch.compile`.
+Parameters are named as in the model itself, without what torch's wrappers add (`module.`, `_orig_mod.`,
+`_checkpoint_wrapped_module.`). The state of optimizers uses these names too. A saved state therefore fits any
+number of ranks, any sharding, and the model with or without `torch.compile` and activation checkpointing.
 
 The functions of `torch.distributed.checkpoint.state_dict` give the same names but are not used:
 `get_optimizer_state_dict` calls `step` on a new optimizer; see docs/inside/decisions/0021-state-by-name.md.
@@ -10,17 +10,17 @@ The functions of `torch.distributed.checkpoint.state_dict` give the same names b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.export import read_weights
+from paceline.checkpoint.export import read_weights, without_inner
 from paceline.checkpoint.layout import sharded_like
 from paceline.errors import CheckpointError
-from paceline.parallel.modules import owned_parameters, unwrap
+from paceline.parallel.modules import INNER, owned_parameters, plain_name, unwrap
 
 Models = Sequence[torch.nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -142,27 +142,72 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
             )
 
 
-def templates(models: Models, optimizers: Optimizers) -> Callable[[str], torch.Tensor | None]:
+def fitted(own: Any, saved: Any) -> Any:
+    """The saved state of any object with the names and the sharding of its own state.
+
+    Args:
+        own: What `state_dict` of the object returns now.
+        saved: What it returned when it was saved. Tensors are whole, or sharded as those in `own`.
+    """
+    if isinstance(own, Mapping) and isinstance(saved, dict):
+        match = _matching(own)
+        names = [match(name) for name in saved]
+        if len(set(names)) < len(saved):
+            names = list(saved)
+        return {
+            name: fitted(own.get(name), value)
+            for name, value in zip(names, saved.values(), strict=True)
+        }
+    if type(saved) in (list, tuple) and type(own) is type(saved) and len(own) == len(saved):
+        return type(saved)(fitted(*each) for each in zip(own, saved, strict=True))
+    return sharded_like(own, saved)
+
+
+def _matching(own: Iterable[Any]) -> Callable[[Any], Any]:
+    """A function from a saved name to the one in `own` that differs from it only in names of wrappers."""
+    known: dict[Any, list[Any]] = {}
+    for name in own:
+        known.setdefault(_without_wrappers(name), []).append(name)
+
+    def match(name: Any) -> Any:
+        found = known.get(_without_wrappers(name), [])
+        return found[0] if len(found) == 1 and name not in found else name
+
+    return match
+
+
+def _without_wrappers(name: Any) -> Any:
+    if not isinstance(name, str):
+        return name
+    return ".".join(part for part in name.split(".") if part not in ("module", *INNER))
+
+
+def templates(
+    models: Models, optimizers: Optimizers, others: Mapping[str, torch.Tensor] | None = None
+) -> Callable[[str], torch.Tensor | None]:
     """A function from a path in a saved state to a tensor that is sharded as the loaded one must be.
 
     A new optimizer has no state yet; the state of a parameter is sharded as the parameter.
+
+    Args:
+        others: Tensors of other objects, by path; their names there may have the parts that wrappers add.
     """
-    known: dict[str, torch.Tensor] = {}
+    known: dict[str, torch.Tensor] = dict(others or {})
+    match = _matching(list(known))
     for number, model in enumerate(models):
         for name, value in _state_of(model).items():
             if isinstance(value, torch.Tensor):
                 known[f"models.{number}.{name}"] = value
     for name, p in _parameter_names(models).values():
         known |= {f"optimizers.{i}.state.{name}": p for i in range(len(optimizers))}
-    return lambda path: known.get(path, known.get(path.rpartition(".")[0]))
+    return lambda path: known.get(match(path), known.get(path.rpartition(".")[0]))
 
 
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers of a model, under the names of its saved state."""
     model = unwrap(model)
-    clean = _name_cleaner(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        yield clean(name), tensor
+        yield plain_name(model, name), tensor
 
 
 def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:
@@ -183,51 +228,28 @@ def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -
     _load_model(model, weights)
 
 
-def _name_cleaner(model: torch.nn.Module) -> Callable[[str], str]:
-    """A function that removes from a name the parts that DDP and `torch.compile` add inside `model`."""
-    added = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        if unwrap(module) is not module:
-            prefix = f"{path}." if path else ""
-            inner = next(name for name, _ in module.named_children())
-            added.append((f"{prefix}{inner}.", prefix))
-    added.reverse()  # the innermost first
-
-    def clean(name: str) -> str:
-        for long, short in added:
-            if name.startswith(long):
-                name = short + name[len(long) :]
-        return name
-
-    return clean
-
-
 def _state_of(model: torch.nn.Module) -> dict[str, Any]:
     model = unwrap(model)
-    clean = _name_cleaner(model)
-    return {clean(name): value for name, value in model.state_dict().items()}
+    return {plain_name(model, name): value for name, value in model.state_dict().items()}
 
 
 def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     model = unwrap(model)
-    clean, values = _name_cleaner(model), _without_compiled(values)
+    values = without_inner(values)  # version 1 keeps the names of compiled layers
     model.load_state_dict(
-        {name: sharded_like(own, values[clean(name)]) for name, own in model.state_dict().items()}
+        {
+            name: sharded_like(own, values[plain_name(model, name)])
+            for name, own in model.state_dict().items()
+        }
     )
-
-
-def _without_compiled(values: Mapping[str, Any]) -> dict[str, Any]:
-    # In version 1, and in files, compiled layers inside a model have this in their names.
-    return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
 
 def _parameter_names(models: Models) -> _Names:
     names: _Names = {}
     for number, model in enumerate(models):
         model = unwrap(model)
-        clean = _name_cleaner(model)
         for name, p in model.named_parameters():
-            names.setdefault(id(p), (f"{number}.{clean(name)}", p))
+            names.setdefault(id(p), (f"{number}.{plain_name(model, name)}", p))
     return names
 
 
@@ -258,7 +280,7 @@ def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
 
 
 def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any], *, fix: str) -> None:
-    own, values = _state_of(model), _without_compiled(values)
+    own, values = _state_of(model), without_inner(values)
     for name in sorted(set(own) | set(values)):
         ours, theirs = (_shape(each.get(name)) for each in (own, values))
         if ours != theirs:

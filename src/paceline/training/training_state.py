@@ -123,7 +123,7 @@ class TrainingState:
         states = saved["kept"] | saved.get("optional", {})
         for name, thing in self._kept.items():
             if name in states:
-                thing.load_state_dict(states[name])
+                thing.load_state_dict(state.fitted(thing.state_dict(), states[name]))
         return saved["step"], position
 
     def _position(self, saved: dict[str, Any], may_restart_epoch: bool) -> Position:
@@ -236,7 +236,9 @@ class TrainingState:
 
     def templates(self) -> Callable[[str], torch.Tensor | None]:
         """A function from a path in a saved state to a tensor that is sharded as the loaded one must be."""
-        return state.templates(self._models, self._optimizers)
+        kept = {name: thing.state_dict() for name, thing in self._kept.items()}
+        _, tensors = codec.encode({"kept": kept, "optional": kept})
+        return state.templates(self._models, self._optimizers, tensors)
 
     def size_bytes(self) -> int:
         """The size of models and optimizers in a checkpoint."""
