@@ -192,6 +192,11 @@ def _bad(job: Any, kind: str) -> None:
         x, _ = batch
         if kind == "vector":
             return {"loss": model(x)}
+        if kind == "mean":
+            loss = nn.functional.mse_loss(
+                model(x), batch[1].float().reshape(-1, 1).expand_as(model(x))
+            )
+            return {"loss": loss}
         if kind == "bare":
             return model(x).sum()  # type: ignore[return-value]
         if kind == "rows":
@@ -238,6 +243,7 @@ def _bad(job: Any, kind: str) -> None:
 
 WRONG = {
     "vector": "EvaluationError",
+    "mean": "EvaluationError",
     "bare": "EvaluationError",
     "rows": "EvaluationError",
     "tuple": "EvaluationError",

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +26,9 @@ from paceline.data.evaluation import (
     EvaluationStream,
     batches_to_evaluate,
 )
-from paceline.data.samples import Collate, rows_left
+from paceline.data.samples import Collate, rows_left, split_batch
 from paceline.errors import EvaluationError
-from paceline.job import collectives
+from paceline.job import collectives, rng
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -43,6 +44,10 @@ from paceline.parallel.modules import (
 from paceline.parallel.replica import Replica
 from paceline.training.precision import autocast_of
 
+_ROUNDING = (
+    1e-3  # relative; of sums over batches of two sizes. A mean and a sum differ by a factor of 2.
+)
+_checked: WeakSet[Any] = WeakSet()  # the code of score functions
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
 
@@ -92,11 +97,13 @@ class _RankResults:
         batches: Index and number of samples of each batch.
         sums: For each of these batches, sum and count by name; the count is None if the score gave none.
         is_preempted: Whether it stopped because of a preemption signal.
+        mean: Which result is a mean of a batch where a sum is needed, and the numbers that show it, or "".
     """
 
     batches: list[tuple[int, int]]
     sums: list[dict[str, tuple[float, float | None]]]
     is_preempted: bool
+    mean: str
 
 
 @checks_arguments
@@ -124,7 +131,8 @@ def evaluate(
             all ranks, and scores its share.
         score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
             batch's samples, not a mean: it is divided by the number of samples. A pair (sum, count) is
-            divided by the sum of its counts.
+            divided by the sum of its counts. Once for each function, each rank scores the two halves of a
+            batch too, to tell a mean from a sum.
         micro_batch: Number of samples in a forward, for any number of ranks. It changes the result's last
             bits. None means the loader's batch size, or 64.
         workers: Loader processes of each rank. None means the loader's number, or 0.
@@ -139,7 +147,8 @@ def evaluate(
 
     Raises:
         EvaluationError: not every sample was evaluated once, the collate function dropped samples of a sum,
-            the results cannot be added, or a rank ends the step without calling `evaluate`.
+            a result is a mean, the results cannot be added, or a rank ends the step without calling
+            `evaluate`.
         SampleError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
@@ -165,13 +174,30 @@ def evaluate(
     share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=sharded
     )
-    own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
+    code = getattr(score, "__code__", type(score))  # the function may be defined anew each time
+    is_checked = not sharded and code not in _checked
+    own_results = _run(
+        _without_ddp(model),
+        share,
+        score,
+        copies,
+        rows,
+        autocast,
+        job.device if is_checked else None,
+    )
     if sharded:
         free_gathered(model)
     results = [_RankResults(**each) for each in collectives.gather(job, vars(own_results))]
     if any(each.is_preempted for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
+    if mean := next((each.mean for each in results if each.mean), ""):
+        raise EvaluationError(
+            f"the score returned a mean of each batch: {mean}.",
+            why="it is added over all batches and divided by the number of samples.",
+            fix='return a sum, such as cross_entropy(..., reduction="sum"), or a pair (sum, count).',
+        )
+    _checked.add(code)
     results = [results[rank] for rank in job.data.reporters]
     if isinstance(share, EvaluationStream):
         share.check()
@@ -190,16 +216,20 @@ def _run(
     metrics: Mapping[str, Any],
     rows: dict[str, list[torch.Tensor]],
     autocast: AbstractContextManager[Any],
+    checked_on: torch.device | None,
 ) -> _RankResults:
     """Score this rank's batches; fills `metrics` and `rows` too.
 
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
+
+    Args:
+        checked_on: Look for means in the results of one batch; the device of this rank. None: do not.
     """
     may_stop = not is_split(model)
     runner = unwrap(model).__dict__.get(PIPELINE)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
-    is_preempted = False
+    is_preempted, mean = False, ""
     with _evaluating(model), closing(iter(share)) as batches_of_rank:
         for each in batches_of_rank:
             if notice.received and may_stop:
@@ -222,9 +252,49 @@ def _run(
             for name, own in rows.items():
                 own.append(_rows(name, results.pop(name, None), each.count))
             _refuse_dropped_samples(each, results)
+            if checked_on is not None and each.count > 1:
+                with autocast:
+                    mean = _find_mean(score, model, each, results, checked_on)
+                checked_on = None
             batches.append((each.index, each.count))
             sums.append(results)
-    return _RankResults(batches, _to_host(sums), is_preempted)
+    return _RankResults(batches, _to_host(sums), is_preempted, mean)
+
+
+def _find_mean(
+    score: Score,
+    model: torch.nn.Module,
+    each: EvaluationBatch,
+    results: dict[str, Any],
+    device: torch.device,
+) -> str:
+    """Describe a result that is a mean of the batch, or return "".
+
+    The results of the halves of the batch average to a mean, and add up to a sum.
+    """
+    sizes = [each.count // 2, each.count - each.count // 2]
+    halves = split_batch(each.batch, sizes)
+    if halves is None:
+        return ""
+    generators = rng.snapshot(device)
+    try:
+        scored = [_by_name(score(model, half)) for half in halves]
+        scored = [{name: half[name] for name in results} for half in scored]
+    except Exception:  # a score may need batches of a certain size
+        return ""
+    finally:
+        rng.restore(device, generators)
+    whole, first, second = _to_host([results, *scored])
+    for name, (value, count) in whole.items():
+        if count is not None:
+            continue
+        parts = [first[name][0], second[name][0]]
+        average = sum(part * size for part, size in zip(parts, sizes, strict=True)) / each.count
+        is_sum = math.isclose(value, sum(parts), rel_tol=_ROUNDING)
+        if math.isclose(value, average, rel_tol=_ROUNDING) and not is_sum:
+            shown = " and ".join(f"{part:.6g}" for part in parts)
+            return f"{name} is {value:.6g} for {each.count} samples, {shown} for its halves"
+    return ""
 
 
 def _by_name(results: Any) -> dict[str, Any]:
