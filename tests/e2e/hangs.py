@@ -82,6 +82,17 @@ for number in range(3):
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
 """
+_RAISES = """
+def load():
+    return {}["label 7"] # STUCK
+try:
+    if rank == 1:
+        load()
+    step()
+finally:
+    FINALLY
+"""
+_RAISED = "raised KeyError: 'label 7' at train.py:{STUCK} in load, and still runs a"
 _RUDE = """
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 def link(fd): return os.path.exists(f'/proc/self/fd/{fd}') and os.readlink(f'/proc/self/fd/{fd}')
@@ -121,6 +132,16 @@ KINDS: dict[str, Kind] = {
         backend="gloo",
         slow=False,
         word="hang",
+    ),
+    "raised an error, and waits for ranks": Kind(
+        _RAISES.replace("FINALLY", "dist.barrier()"),
+        ("all_reduce #4 (f32[7,3])", "waits in barrier #4", _RAISED, "The error is the cause."),
+        backend="gloo",
+        slow=False,
+        word="hang",
+    ),
+    "raised an error, and cleans up": Kind(
+        _RAISES.replace("FINALLY", "time.sleep(600)"), (ALL_REDUCE, "in time.sleep", _RAISED)
     ),
     "takes groups in another order": Kind(
         _ORDER,

@@ -87,6 +87,7 @@ EVENT = {
     "time": 1.0,
     "step": 0,
     "lost_peer": False,
+    "masked": False,
     "shown": False,
 }
 

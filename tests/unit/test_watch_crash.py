@@ -63,9 +63,10 @@ def test_the_cause_wins_over_an_earlier_follower() -> None:
 def raised(error: Exception, module: str = "__main__", cause: Exception | None = None) -> Exception:
     """The error with a traceback whose innermost frame is in this module."""
     names = {"__name__": module}
-    exec("def fail(error, cause): raise error from cause", names)
+    exec("def fail(error): raise error", names)
+    error.__cause__, error.__suppress_context__ = cause, cause is not None
     with contextlib.suppress(type(error)):
-        names["fail"](error, cause)  # type: ignore[operator]
+        names["fail"](error)  # type: ignore[operator]
     return error
 
 
@@ -108,6 +109,7 @@ GLOO = (
         (lambda: raised(OSError("sync"), cause=raised(RuntimeError(GLOO), C10D)), True),
         (lambda: raised(OSError("a"), cause=raised(KeyError("b"), cause=PeerFailed("c"))), True),
         (lambda: raised(OSError("sync"), cause=raised(RuntimeError("bad"))), False),
+        (lambda: behind_finally(raised(RuntimeError(GLOO), C10D), OSError("clean-up")), True),
         # An error of Paceline says itself what happened.
         (lambda: raised(CollectiveTimeout("late"), cause=dist.DistStoreError("late")), False),
     ],
@@ -116,6 +118,31 @@ def test_followers_are_known_by_type_and_by_where_they_waited(
     raises: Callable[[], Exception], follows: bool
 ) -> None:
     assert fact(0, 1.0, error=Error.of(raises(), "")).follows is follows
+
+
+def behind_finally(before: Exception, error: Exception) -> Exception:
+    """The error as it is after a `finally` block in which it replaced another one."""
+    with contextlib.suppress(type(error)):
+        try:
+            raise before
+        finally:
+            raise error
+    return error
+
+
+@pytest.mark.parametrize("returncode", [1, 0])
+def test_an_error_that_a_lost_peer_replaced_is_the_cause_if_there_is_no_other(
+    returncode: int,
+) -> None:
+    barrier = raised(RuntimeError(GLOO), C10D)
+    replaced = fact(1, 2.0, error=Error.of(behind_finally(KeyError("label 7"), barrier), ""))
+    broken = raised(RuntimeError("Application timeout caused pair closure"), C10D)
+    follower = Error.of(behind_finally(raised(RuntimeError(GLOO), C10D), broken), "")
+    assert (replaced.how, replaced.follows) == ("KeyError: 'label 7'", True)
+    verdict = judged(fact(0, 1.0, error=follower), replaced)
+    assert (verdict.original.rank, verdict.followers, verdict.certain) == (1, (0,), True)
+    other = fact(2, 1.5, returncode=returncode, error=error() if returncode else None)
+    assert judged(fact(0, 1.6, error=follower), replaced, other).original.rank == 2
 
 
 def test_an_error_that_causes_itself_is_judged() -> None:

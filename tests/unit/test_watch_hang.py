@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -181,6 +182,20 @@ def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause() -> None:
         "why:  the ranks called different collectives as number 4107 of this group. Or rank 1 takes more "
         "steps than the others: uneven batches."
     ) in found.text
+
+
+def test_an_error_in_flight_is_the_cause_unless_all_ranks_have_it() -> None:
+    raised = "KeyError: 'label 7' at train.py:23 in lookup"
+    barrier = call(name="barrier", tensor_text="")
+    found = verdict(*waiting(0, 2, 3), rank(1, barrier, raised=raised))
+    assert found.culprits == (1,)
+    assert f"rank 1 (host b, pid 811) raised {raised}, and still runs" in found.text
+    assert "why:  rank 1 raised an error" in found.text
+    assert "batches" not in found.text
+    missing = "ModuleNotFoundError: No module named 'apex' at train.py:1 in <module>"
+    states = [*waiting(0, 2, 3), rank(1, barrier)]
+    found = verdict(*(dataclasses.replace(state, raised=missing) for state in states))
+    assert "raised" not in found.text
 
 
 def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:

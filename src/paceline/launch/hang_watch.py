@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.local_ranks import LocalRanks, Question, Rank
+from paceline.launch.local_ranks import LocalRanks, Question, Rank, raised_error
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.torch_private import NAMES
@@ -263,6 +263,7 @@ class HangWatch:
                 "call": main.get("call", ""),
                 "peer": main.get("peer"),
                 "last_numbers": answer["last_numbers"],
+                "raised": _raised_text(answer, cwd),
                 "step": answer["step"],
                 "stage": answer["stage"],
                 "calls": read_calls(
@@ -286,3 +287,8 @@ class HangWatch:
             kernel_function=processes.kernel_function(pid) if activity.state == "D" else "",
             **reported,
         )
+
+
+def _raised_text(answer: dict[str, Any], cwd: str) -> str:
+    error = raised_error(answer)
+    return f"{error.text} at {error.place.removeprefix(cwd.rstrip('/') + '/')}" if error else ""

@@ -58,9 +58,9 @@ _PROBE_BYTES = 1 << 20
 _EVENT_BYTES = 8 << 20  # longest event
 
 # The fields of each event of worker.py. They are checked: a script may write anything into the socket.
-_ERROR: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list}
-_ERROR |= {"lost_peer": bool, "shown": bool}
-_ERROR |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_FACTS: dict[str, Any] = {"kinds": list, "lost_peer": bool, "masked": bool, "shown": bool}
+_FACTS |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_ERROR = _FACTS | {"time": (int, float), "step": int}
 _EVENTS: dict[str, dict[str, Any]] = {
     "final_error": _ERROR,  # the rank ends by itself now
     "seen_error": _ERROR,  # an error that may explain a later exit; the rank may go on
@@ -330,12 +330,13 @@ class Rank:
                 event["event"] == "seen_error" and self.returncode != 0
             ):
                 at, step = event["time"], event["step"]
-                fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
-                error = Error(**fields | {"kinds": tuple(event["kinds"])})
+                error = _read_error(event)
             elif event["event"] == "exit":
                 exit_place = event["place"]
             elif event["event"] == "interrupted":
                 interrupted_at = event["place"]
+        if self.hung and error is None:
+            error = raised_error(self.answers.get("state", {}))
         abort, crashed_at = b"", ""
         if self.returncode is not None and self.returncode < 0:
             _, found, stacks = self.streams[-1].tail.rpartition(b"Fatal Python error: ")
@@ -397,11 +398,29 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     """An event of worker.py; None for anything else that a script may have written."""
     try:
         event: dict[str, Any] = json.loads(line)
-        valid = all(isinstance(event[name], kind) for name, kind in _EVENTS[event["event"]].items())
-        kinds_valid = all(isinstance(kind, str) for kind in event.get("kinds", ()))
-        return event if valid and kinds_valid else None
+        return event if _has(event, _EVENTS[event["event"]]) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def raised_error(answer: Mapping[str, Any]) -> Error | None:
+    """The error that the script of a rank handles, from an answer to the question "state".
+
+    Python shows an error only when all `finally` blocks have ended, and one may wait for other ranks.
+    """
+    facts = answer.get("raised")
+    return _read_error(facts) if isinstance(facts, dict) and _has(facts, _FACTS) else None
+
+
+def _has(event: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether an event, or a part of one, has these fields."""
+    valid = all(isinstance(event.get(name), kind) for name, kind in fields.items())
+    return valid and all(isinstance(kind, str) for kind in event.get("kinds", ()))
+
+
+def _read_error(event: Mapping[str, Any]) -> Error:
+    fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
+    return Error(**fields | {"kinds": tuple(event["kinds"])})
 
 
 class LocalRanks:

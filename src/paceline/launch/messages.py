@@ -90,7 +90,7 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
 def _how(first: FirstFailure, info: JobInfo) -> str:
     original = first.original
     # If all have hung, none of them is known as the cause.
-    if original.hung and len(first.ranks) == info.world_size > 1:
+    if original.hung and original.error is None and len(first.ranks) == info.world_size > 1:
         return "waited for each other, as reported above"
     return original.how
 
@@ -137,7 +137,7 @@ def _known_cause(outcome: RankOutcome) -> Found | None:
 
 def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
     outcome = first.original
-    if outcome.hung:
+    if outcome.hung and outcome.error is None:
         return ""
     if outcome.ended_early:
         elsewhere = "; or the cause is on another host" if info.silent_nodes else ""
@@ -197,7 +197,7 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
 
 
 def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
-    if outcome.hung or outcome.suspended:
+    if (outcome.hung and outcome.error is None) or outcome.suspended:
         return ""
     if outcome.ended_early and outcome.returncode == ExitCode.PREEMPTED:
         return "let all ranks stop after the same step, as those of a `Training` do."

@@ -128,7 +128,8 @@ class NodeExchange:
 
     def publish_states(self, states: Sequence[RankState]) -> None:
         """Publish the states of this node's ranks."""
-        answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in states]}
+        brief = [dataclasses.replace(state, raised=redact(state.raised)) for state in states]
+        answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in brief]}
         with contextlib.suppress(RuntimeError):
             self._store.set(f"states/{self.node}", json.dumps(answer))
 

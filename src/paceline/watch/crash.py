@@ -2,8 +2,9 @@
 
 When one rank fails, its peers fail a moment later because they lost it. Only the first failure matters.
 A follower is recognised by the type of its error and by what raised it, never by the words of its message.
-The errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in
-its own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
+The errors behind it (`__cause__`, `__context__`) count too: a script may wrap an error of torch.distributed
+in its own, or fail again in the `finally` block after it. A rank that ended with exit code 0 did not fail,
+but may be the peer that the followers lost.
 
 launch/worker.py loads this file without importing the package `paceline`, so it may import only the standard
 library, exit_codes.py and stacks.py.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from traceback import walk_tb
 
 from paceline.exit_codes import ExitCode, signal_name
-from paceline.watch.stacks import place_of_error
+from paceline.watch.stacks import Stack, frames_of_script, is_script, place_of_error, stack_of_error
 
 # A RuntimeError means that a peer was lost if it names the line of Gloo's source that raised it: first, or
 # anywhere if a function of torch.distributed raised it, which may put words before it. One of RPC does if RPC
@@ -29,6 +30,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
+_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 # The rank itself reports the time of an error. The launcher notices an end up to this much later.
 _NOTICED_LATE_S = 0.5
@@ -46,6 +48,8 @@ class Error:
         module: The module of the innermost frame.
         place: `file:line in function` of the innermost frame of the script.
         lost_peer: Whether it was raised because a peer was lost.
+        masked: Whether an error about a lost peer replaced it, in a `finally`, `except` or `with` block. The
+            traceback has both; the other fields are those of this error, but `lost_peer` is True.
         shown: Whether the script's own sys.excepthook has printed it already.
     """
 
@@ -56,11 +60,17 @@ class Error:
     module: str
     place: str
     lost_peer: bool = False
+    masked: bool = False
     shown: bool = False
 
     @classmethod
     def of(cls, error: BaseException, text: str) -> Error:
         """The facts about an exception of this process; `text` is its traceback."""
+        lost_peer = _lost_peer(error)
+        masked = None
+        if lost_peer:
+            masked = find_own_error(_behind(error), stack_of_error(error.__traceback__))
+        error = masked or error
         return cls(
             type=type(error).__qualname__,
             kinds=_kinds(error),
@@ -68,8 +78,37 @@ class Error:
             traceback=text,
             module=_module(error),
             place=place_of_error(error.__traceback__),
-            lost_peer=_lost_peer(error),
+            lost_peer=lost_peer,
+            masked=masked is not None,
         )
+
+    @property
+    def text(self) -> str:
+        """Type and message in one line."""
+        text = self.message.strip().split("\n", 1)[0]
+        if len(text) > _HOW_CHARS:
+            text = f"{text[:_HOW_CHARS]} ..."
+        return f"{self.type}: {text}" if text else self.type
+
+
+def find_own_error(error: BaseException | None, stack: Stack) -> BaseException | None:
+    """Of an exception that is being handled and those behind it, the first one that the script raised.
+
+    A library may handle an exception of its own while it waits. An iterator that has ended is no error.
+
+    Args:
+        stack: That of the thread, or of the exception that was raised meanwhile.
+    """
+    files = {file for file, _, _ in frames_of_script(stack)}
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        raised_at = stack_of_error(error.__traceback__)
+        of_script = any(is_script(file) or file in files for file, _, _ in raised_at)
+        if of_script and not isinstance(error, _ENDS) and not _lost_peer(error):
+            return error
+        error = _behind(error)
+    return None
 
 
 def _kinds(error: BaseException) -> tuple[str, ...]:
@@ -105,8 +144,13 @@ def _lost_peer(error: BaseException | None) -> bool:
         if _OWN_ERRORS in kinds:
             # Such as a CollectiveTimeout from a DistError: it says itself what happened.
             return False
-        error = error.__cause__
+        error = _behind(error)
     return False
+
+
+def _behind(error: BaseException) -> BaseException | None:
+    """The exception that a traceback shows above this one."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +214,10 @@ class RankOutcome:
     @property
     def how(self) -> str:
         """The failure in a few words, equal for ranks that failed in the same way."""
+        if self.error is not None:
+            return self.error.text
         if self.hung:
             return "blocked the other ranks" + (", as reported above" if not self.elsewhere else "")
-        if self.error is not None:
-            text = self.error.message.strip().split("\n", 1)[0]
-            if len(text) > _HOW_CHARS:
-                text = f"{text[:_HOW_CHARS]} ..."
-            return f"{self.error.type}: {text}" if text else self.error.type
         if self.suspended:
             return "stopped by SIGSTOP, and killed after 1 s"
         if self.interrupted_at:
@@ -245,6 +286,8 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
             for each in in_time
             if each.ended_early and (each.host != first.host or each.time <= latest)
         ]
+        if not lost:
+            causes = [each for each in failures if each.error is not None and each.error.masked]
     original = (causes or lost or failures)[0]
     equal = lost or [each for each in failures if each.how == original.how]
     rest = [each for each in failures if each.how != original.how]

@@ -113,7 +113,8 @@ def _diagnose_collective(
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    return _diagnosis(alarm, blockers or absent or in_this_call, lines, why, fix, key)
+    culprits = blockers or absent or in_this_call
+    return _diagnosis(states, alarm, culprits, lines, why, fix, key)
 
 
 def _blockers(states: Sequence[RankState], absent: Sequence[RankState]) -> list[RankState]:
@@ -219,7 +220,8 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
     else:
         why = "the ranks called the same collective with different tensors."
     culprits = _differing_ranks([members for _, members in largest_first], calls)
-    return _diagnosis(True, culprits, lines, why, _SAME_ORDER, (number, *sorted(names)))
+    key = (number, *sorted(names))
+    return _diagnosis(states, True, culprits, lines, why, _SAME_ORDER, key)
 
 
 def _differing_ranks(
@@ -288,7 +290,8 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     alarm = not any(state.may_come for state in rest) and world_size == len(states) > 1
     alarm = alarm and not any(_exchange(one, other) for one in waiting for other in waiting)
     culprits = rest or ended or waiting
-    return _diagnosis(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
+    key = ("others", *(state.where.line for state in alive))
+    return _diagnosis(states, alarm, culprits, lines, why, fix, key)
 
 
 def _exchange(one: RankState, other: RankState) -> bool:
@@ -459,6 +462,7 @@ def _with_ranks(members: Sequence[RankState], text: str, separator: str = " ") -
 
 
 def _diagnosis(
+    states: Sequence[RankState],
     alarm: bool,
     culprits: Sequence[RankState],
     lines: list[str],
@@ -466,6 +470,22 @@ def _diagnosis(
     fix: str,
     key: tuple[object, ...],
 ) -> Diagnosis:
+    # The same error on all ranks, such as a failed import that the script expects, does not divide them.
+    errors = {state.raised for state in states}
+    raised = [state for state in states if state.raised and len(errors) > 1]
+    for text, members in group_by_text(raised, lambda state: state.raised).items():
+        lines.insert(
+            1, _with_ranks(members, f"raised {text}, and still runs a `finally` or `except` block")
+        )
+    waiting = [state for state in raised if state.waits_for_ranks]
+    if waiting:
+        culprits = waiting
+        who = name_ranks([state.rank for state in waiting])
+        why = (
+            f"{who} raised an error, and then waited for the other ranks in a `finally`, `except` or `with` "
+            "block. The error is the cause."
+        )
+        fix = "correct the error. Such a block must not wait for ranks: those without the error never come."
     return Diagnosis(
         alarm=alarm,
         culprits=tuple(state.rank for state in culprits),

@@ -12,6 +12,7 @@ library and the files next to it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import multiprocessing.util
@@ -19,17 +20,20 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from paceline.watch.crash import Error, find_own_error
 from paceline.watch.flight_recorder import arrivals, counts, table
 from paceline.watch.sampling import profile
-from paceline.watch.stacks import call_of, place_of_frame, stack_of
+from paceline.watch.stacks import Stack, call_of, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
 UNASKED = -1  # the number of an answer that a failing rank gives by itself; see launch/worker.py
 _BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
+_TRACEBACK_CHARS = 100_000
 _dump_later = faulthandler.dump_traceback_later
 
 
@@ -172,10 +176,23 @@ class Probe:
         return {
             "time": time.time(),
             "threads": threads,
+            "raised": self._raised(threads[0]["stack"]) if threads else None,
             "step": getattr(current_step, "step", 0),
             "stage": getattr(current_step, "stage", None),
             **table(),
         }
+
+    def _raised(self, stack: Stack) -> dict[str, Any] | None:
+        """The exception that the main thread handles, or that passes through a `finally` block."""
+        handled: Any = sys._current_exceptions().get(self.main)
+        if isinstance(handled, tuple):  # before Python 3.12
+            handled = handled[1]
+        error = find_own_error(handled, stack)
+        if error is None:
+            return None
+        trace = traceback.TracebackException(type(error), error, error.__traceback__)
+        text = "".join(trace.format())[-_TRACEBACK_CHARS:]
+        return dataclasses.asdict(Error.of(error, text))
 
     def _arrivals(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"arrivals": arrivals(request["since"])}

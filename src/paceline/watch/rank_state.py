@@ -132,6 +132,7 @@ class RankState:
         holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
         in_unreported_collective: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
+        raised: The error that the script handles: its type, message and place. Empty if there is none.
         step: Its training step; 0 if unknown.
         stage: Its stage of a pipeline; None without one.
         call: The function that its innermost line of the script calls.
@@ -151,6 +152,7 @@ class RankState:
     holds_gil: bool = False
     in_unreported_collective: bool = False
     answered: bool = True
+    raised: str = ""
     step: int = 0
     stage: int | None = None
     where: StackSummary = StackSummary()

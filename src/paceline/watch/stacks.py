@@ -53,12 +53,17 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 def place_of_error(trace: TracebackType | None) -> str:
     """The innermost line of the script in a traceback: `file:line in function`; empty if there is none."""
+    return _place(stack_of_error(trace))
+
+
+def stack_of_error(trace: TracebackType | None) -> Stack:
+    """File, line and function of each frame of a traceback, innermost first."""
     stack: Stack = []
     while trace is not None:
         code = trace.tb_frame.f_code
         stack.insert(0, (code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return _place(stack)
+    return stack
 
 
 def place_of_crash(text: str) -> str:
