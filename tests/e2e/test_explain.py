@@ -250,11 +250,11 @@ def test_hosts_set_up_wrongly(tmp_path: Path, name: str, isolate: str, script: s
     assert _first(done.stdout + done.stderr) == name
 
 
-# What takes a GPU, NCCL or another library.
+# What takes a GPU, NCCL or another library; and what comes only with its cause, which is known.
 NOT_HERE = {"nccl-no-interface", "duplicate-gpu", "cuda-out-of-memory", "cuda-device-assert"}
 NOT_HERE |= {"barrier-device-unknown", "scaler-underflow", "scaler-overflow"}
 NOT_HERE |= {f"nccl-{word}" for word in ("system", "cuda", "usage", "internal", "timeout")}
-NOT_HERE |= {"nccl-watchdog-stuck", "nccl-remote", "lightning-devices"}
+NOT_HERE |= {"nccl-watchdog-stuck", "nccl-remote", "lightning-devices", "loader-worker-died"}
 
 
 def test_all_that_can_be_provoked_here_is() -> None:

@@ -88,6 +88,7 @@ EVENT = {
     "step": 0,
     "lost_peer": False,
     "masked": False,
+    "causes": "",
     "shown": False,
 }
 

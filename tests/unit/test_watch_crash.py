@@ -283,6 +283,34 @@ def test_a_signal_gets_its_cause_and_cure(number: int, why: str) -> None:
     assert lines[-1].startswith("  fix:   ")
 
 
+WORKER = "DataLoader worker (pid 7)"
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (f"{WORKER} is killed by signal: Terminated. ", "as a scheduler sends it"),
+        (f"{WORKER} is killed by signal: Killed. ", "sent SIGKILL to the worker"),
+        (f"{WORKER} is killed by signal: Segmentation fault. ", "accessed memory"),
+        (f"{WORKER} exited unexpectedly with exit code 3. Details are lost", "os._exit()"),
+        ("stopped", "the loader sees only that it is gone"),  # not in the table
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_cause_of_an_error_says_more_than_the_error(cause: str, why: str, depth: int) -> None:
+    error = raised(RuntimeError(cause))
+    for _ in range(depth):
+        outer = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+        error = raised(outer, cause=error)
+    (line,) = [
+        line
+        for line in report(fact(0, 1.0, error=Error.of(error, "")))
+        if line.startswith("  why:")
+    ]
+    assert why in line
+    assert (cause.strip(". ") in line) is (cause != "stopped")
+
+
 def test_an_error_of_ours_explains_itself() -> None:
     ours = Error.of(ConfigError("rank 0 cannot listen: Address already in use."), "")
     assert not [line for line in report(fact(0, 1.0, error=ours)) if "why:" in line]

@@ -59,7 +59,7 @@ _EVENT_BYTES = 8 << 20  # longest event
 
 # The fields of each event of worker.py. They are checked: a script may write anything into the socket.
 _FACTS: dict[str, Any] = {"kinds": list, "lost_peer": bool, "masked": bool, "shown": bool}
-_FACTS |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_FACTS |= dict.fromkeys(("type", "message", "traceback", "module", "place", "causes"), str)
 _ERROR = _FACTS | {"time": (int, float), "step": int}
 _EVENTS: dict[str, dict[str, Any]] = {
     "final_error": _ERROR,  # the rank ends by itself now

@@ -19,7 +19,7 @@ from paceline.watch.crash import FirstFailure, RankOutcome
 from paceline.watch.report import group_by_text
 
 # Known errors of a rank whose loader worker or other child may have been killed for memory.
-_LOST_PROCESS = ("host-out-of-memory", "loader-worker-died")
+_LOST_PROCESS = ("host-out-of-memory", "loader-worker-killed", "loader-worker-died")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,8 @@ def _known_cause(outcome: RankOutcome) -> Found | None:
     error = outcome.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
-    text = outcome.how if error is None else f"{error.type}: {error.message}"
+    # What an error was raised from says more than the error, if the table knows both.
+    text = outcome.how if error is None else f"{error.causes}\n{error.type}: {error.message}"
     # The text that native code wrote when it aborted says more than the signal.
     found = recognise(outcome.abort_message) or recognise(text)
     # An entry about a lost peer ("follower") adds nothing: the summary names the followers already.
@@ -154,7 +155,9 @@ def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
     if outcome.suspended:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
-        return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
+        error = outcome.error
+        said = f"{known.text.rstrip('.')}: " if error and known.text in error.causes else ""
+        return f"{said}{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
     if not first.certain and info.silent_nodes:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "

@@ -181,7 +181,7 @@ def _brief(outcome: RankOutcome) -> RankOutcome:
     # Only the launcher on a rank's own host prints its traceback.
     error = outcome.error
     if error is not None:
-        error = dataclasses.replace(error, message=redact(error.message), traceback="")
+        error = dataclasses.replace(error, message=redact(error.message), causes="", traceback="")
     return dataclasses.replace(outcome, error=error, abort_message="")
 
 

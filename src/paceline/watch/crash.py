@@ -50,6 +50,7 @@ class Error:
         lost_peer: Whether it was raised because a peer was lost.
         masked: Whether an error about a lost peer replaced it, in a `finally`, `except` or `with` block. The
             traceback has both; the other fields are those of this error, but `lost_peer` is True.
+        causes: Type and message of each error in its chain of `__cause__`, the first cause first, in lines.
         shown: Whether the script's own sys.excepthook has printed it already.
     """
 
@@ -61,6 +62,7 @@ class Error:
     place: str
     lost_peer: bool = False
     masked: bool = False
+    causes: str = ""
     shown: bool = False
 
     @classmethod
@@ -80,6 +82,7 @@ class Error:
             place=place_of_error(error.__traceback__),
             lost_peer=lost_peer,
             masked=masked is not None,
+            causes=_causes(error),
         )
 
     @property
@@ -146,6 +149,13 @@ def _lost_peer(error: BaseException | None) -> bool:
             return False
         error = _behind(error)
     return False
+
+
+def _causes(error: BaseException) -> str:
+    seen = [error]
+    while (cause := seen[-1].__cause__) is not None and all(cause is not each for each in seen):
+        seen.append(cause)
+    return "\n".join(f"{type(each).__name__}: {_message(each)}" for each in seen[:0:-1])
 
 
 def _behind(error: BaseException) -> BaseException | None:
