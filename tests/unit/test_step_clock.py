@@ -140,34 +140,52 @@ def test_a_device_counts_the_steps_that_it_has_finished() -> None:
     FakeEvent.now_ms = FakeEvent.done_ms = 0.0
     times = DeviceTimes(FakeEvent)
     for _ in range(2):
+        times.begin_step()
         FakeEvent.now_ms += 3
         times.mark(FORWARD)
         FakeEvent.now_ms += 5
         times.mark(BACKWARD)
-        times.end_step(OTHER)
-    FakeEvent.done_ms = 12.0  # in the backward of the second step
-    spent_ns, steps = times.take()
-    assert steps == 1
-    assert (spent_ns[FORWARD], spent_ns[BACKWARD]) == (3e6, 5e6)
-    FakeEvent.done_ms = 16.0
-    spent_ns, steps = times.take()
-    assert steps == 1
-    assert (spent_ns[FORWARD], spent_ns[BACKWARD]) == (3e6, 5e6)
-    assert times.take() == ([0.0] * len(PHASES), 0)
+        times.end_step()
+        FakeEvent.now_ms += 100  # a step that is not sampled
+    for done_ms in (8.0, 116.0):  # before, the device is in the backward of the second step
+        FakeEvent.done_ms = done_ms
+        spent_ns, has_sample = times.take()
+        assert has_sample
+        assert (spent_ns[FORWARD], spent_ns[BACKWARD]) == (3e6, 5e6)
+        assert times.take() == ([0.0] * len(PHASES), False)
 
 
-def test_loading_is_that_of_the_steps_that_a_device_has_finished() -> None:
+def test_the_time_of_all_steps_is_divided_as_that_of_the_sampled_ones(fake: FakeTime) -> None:
+    """An evaluation is seldom in a sampled step, so it keeps the time of the host."""
     FakeEvent.now_ms = FakeEvent.done_ms = 0.0
+    events = []
     clock = StepClock()
-    clock.start(FakeEvent)
-    for _ in range(4):
-        clock.collate_ns += 2 * 10**6
-        clock.load_ns += 6 * 10**6
-        FakeEvent.now_ms += 10
+
+    def new_event() -> FakeEvent:
+        events.append(clock._steps)
+        return FakeEvent()
+
+    clock.start(new_event)
+    for step in range(350):
+        clock.enter(FORWARD)
+        FakeEvent.now_ms += 3
+        clock.enter(OTHER)
+        FakeEvent.now_ms += 1
+        clock.load_ns += 10**6
+        _pass(fake, 2)
+        if step == 7:
+            with clock.during(EVALUATION):
+                _pass(fake, 100)
+                FakeEvent.now_ms += 100
         clock.end_step()
-    FakeEvent.done_ms = 10.0
+    assert set(events) == {0, 1, 100, 200, 300}
+    assert clock.take().steps == 0  # the device has not finished any
+    FakeEvent.done_ms = FakeEvent.now_ms
     times = clock.take()
-    assert (times.steps, times.collate_s, times.load_s) == (1, 0.002, 0.006)
+    assert (times.steps, times.load_s) == (350, pytest.approx(0.35))
+    assert times.spent_s[EVALUATION] == pytest.approx(0.1)
+    assert times.spent_s[FORWARD] == pytest.approx(0.7 * 3 / 4)
+    assert times.wall_s == pytest.approx(0.8)
 
 
 def test_a_device_whose_times_nobody_reads_keeps_few_events(
@@ -177,9 +195,10 @@ def test_a_device_whose_times_nobody_reads_keeps_few_events(
     FakeEvent.now_ms, FakeEvent.done_ms = 0.0, 1e9
     times = DeviceTimes(FakeEvent)
     for _ in range(100):
+        times.begin_step()
         for phase in (FORWARD, BACKWARD):
             times.mark(phase)
-        times.end_step(OTHER)
+        times.end_step()
     assert len(times._pending) <= 20
 
 

@@ -88,7 +88,14 @@ def _defined(tree: ast.AST) -> set[str]:
 
 USED_THROUGH = {name.path.rpartition(".")[2] for name in torch_private.NAMES}
 OWN = {name for path in OTHERS for name in _defined(ast.parse(path.read_text()))}
-STDLIB = {"_exit", "_current_frames", "_getframe", "_fields", "_run_module_as_main"}
+STDLIB = {
+    "_exit",
+    "_current_exceptions",
+    "_current_frames",
+    "_getframe",
+    "_fields",
+    "_run_module_as_main",
+}
 # Attributes of a subclass of argparse's parser. A fork runs the functions of atexit itself.
 EXEMPT = {"command_line.py": "self._", "forked_ranks.py": ("atexit._", "threading._")}
 

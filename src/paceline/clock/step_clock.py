@@ -2,8 +2,9 @@
 
 There is one clock in a process: `clock`. The code that trains tells it which phase begins; the time until the
 next call counts for that phase. So the phases add up to the time that passed, and a switch costs less than a
-microsecond. Only the main thread switches. On a GPU each switch also records an event in the current stream;
-the events are read later, without waiting for the device.
+microsecond. Only the main thread switches. On a GPU, which runs later than the host, the switches of about
+1 % of the steps also record events in the current stream. They are read later, without waiting for the
+device, and the time of all steps is divided into phases as that of these steps is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _MAX_EVENTS = 20_000  # of a device, that wait to be read
+_SAMPLED_EVERY = 100  # steps; an event costs some microseconds of the host
 
 # In the order in which reports show them.
 PHASES = (
@@ -59,8 +61,7 @@ class Times:
         steps: Their number.
         spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
         collate_s: What the collate function took, which is part of the phase "data".
-        load_s: What loader workers took to read the batches of these steps. On a GPU, this and `collate_s`
-            are the mean of the steps that the host has issued, times `steps`.
+        load_s: What loader workers took to read the batches of these steps.
         spans: The phases of the second of these steps, or of the only one, in order: the first step also has
             the exchange of the times before. On a GPU these are times of the host, unlike `spent_s`.
         began_ns: When that step began, in ns since the epoch.
@@ -92,7 +93,7 @@ class StepClock:
         "_began",
         "_began_epoch_ns",
         "_device",
-        "_keeps_spans_or_events",
+        "_is_sampled",
         "_num_first_spans",
         "_since",
         "_spans",
@@ -116,8 +117,8 @@ class StepClock:
         self._steps = self.collate_ns = self.load_ns = 0
         self._spans: list[Span] = []  # of the first two steps
         self._num_first_spans = 0  # how many of them are those of the first step
-        self._keeps_spans_or_events = True
         self._began_epoch_ns = time.time_ns()
+        self._begin_step()
 
     def start(self, new_event: Callable[[], Any] | None = None) -> None:
         """Count from now on, in the thread that trains.
@@ -140,7 +141,7 @@ class StepClock:
         now = time.perf_counter_ns()
         was = self.phase
         self._spent[was] += now - self._since
-        if self._keeps_spans_or_events:
+        if self._is_sampled:
             self._record(Span(was, self._since, now))
         self._since = now
         self.phase = phase
@@ -193,14 +194,21 @@ class StepClock:
 
     def end_step(self) -> None:
         """Count a step that has ended."""
-        if self._steps < 2:
+        if self._is_sampled:
             self.enter(self.phase)
             if not self._steps:
                 self._num_first_spans = len(self._spans)
+            if self._device is not None:
+                self._device.end_step()
         self._steps += 1
-        self._keeps_spans_or_events = self._steps < 2 or self._device is not None
-        if self._device is not None:
-            self._device.end_step(self.phase)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Decide whether to keep the spans, or the events of a device, of the step that begins."""
+        has_device = self._device is not None
+        self._is_sampled = self._steps < 2 or (has_device and self._steps % _SAMPLED_EVERY == 0)
+        if self._is_sampled and self._device is not None:
+            self._device.begin_step()
 
     def elapsed_s(self) -> float:
         """Seconds since the last `take`."""
@@ -209,21 +217,22 @@ class StepClock:
     def take(self) -> Times:
         """The times since the last `take`. The clock starts again at 0.
 
-        With a device these are the steps that it has finished, which may be fewer than the host has issued.
+        Of a device that has finished no sampled step since, nothing is returned yet: the steps are 0.
         """
         self.enter(self.phase)
         spent_ns: list[float] = list(self._spent)
-        steps, first = self._steps, self._num_first_spans
-        spans = self._spans[first:] if steps > 1 else self._spans[:first]
-        share_finished = 1.0  # of the steps that the host has issued
         if self._device is not None:
-            spent_ns, steps = self._device.take()
-            share_finished = steps / max(self._steps, 1)
+            on_device, has_sample = self._device.take()
+            if not has_sample:
+                return Times(steps=0, spent_s=[0.0] * len(PHASES))
+            _divide(spent_ns, on_device)
+        first = self._num_first_spans
+        spans = self._spans[first:] if self._steps > 1 else self._spans[:first]
         times = Times(
-            steps=steps,
+            steps=self._steps,
             spent_s=[ns / 1e9 for ns in spent_ns],
-            collate_s=share_finished * self.collate_ns / 1e9,
-            load_s=share_finished * self.load_ns / 1e9,
+            collate_s=self.collate_ns / 1e9,
+            load_s=self.load_ns / 1e9,
             spans=spans,
             began_ns=self._began_epoch_ns + (spans[0].begin_ns - self._began if spans else 0),
         )
@@ -231,8 +240,19 @@ class StepClock:
         return times
 
 
+def _divide(spent: list[float], on_device: list[float]) -> None:
+    """Divide the time of the host into phases as that of the device, in place.
+
+    The phases in `_WHOLE` keep theirs: they are rare, and most are in no sampled step.
+    """
+    phases = [phase for phase in range(len(PHASES)) if phase not in _WHOLE]
+    host, device = (sum(times[phase] for phase in phases) for times in (spent, on_device))
+    for phase in phases if device else ():
+        spent[phase] = host * on_device[phase] / device
+
+
 class DeviceTimes:
-    """The time of each phase in a device's stream, from events between the phases.
+    """The time of each phase of the sampled steps in a device's stream, from events between the phases.
 
     Args:
         new_event: Makes an event with the methods `record`, `query` and `elapsed_time`, such as
@@ -241,37 +261,41 @@ class DeviceTimes:
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
-        self._pending: deque[tuple[int, Any, bool]] = deque()  # phase that ends, event, ends a step
+        # The phase that an event ends, -1 at the begin of a step; the event; whether it ends a step.
+        self._pending: deque[tuple[int, Any, bool]] = deque()
         self._free: list[Any] = []
-        self._last = new_event()
-        self._last.record()
 
-    def mark(self, phase: int, *, ends_step: bool = False) -> None:
+    def begin_step(self) -> None:
+        """Record the begin of a sampled step in the current stream."""
+        self.mark(-1)
+
+    def mark(self, phase: int) -> None:
         """Record the end of a phase in the current stream."""
         event = self._free.pop() if self._free else self._new_event()
         event.record()
-        self._pending.append((phase, event, ends_step))
+        self._pending.append((phase, event, False))
 
-    def end_step(self, phase: int) -> None:
-        """Record the end of a step."""
-        self.mark(phase, ends_step=True)
+    def end_step(self) -> None:
+        """The phase that was marked last ends a sampled step."""
+        phase, event, _ = self._pending.pop()
+        self._pending.append((phase, event, True))
         if len(self._pending) > _MAX_EVENTS:
             self.take()  # the times are not read
 
-    def take(self) -> tuple[list[float], int]:
-        """ns in each phase, and the number of steps, that the device has finished since the last call."""
+    def take(self) -> tuple[list[float], bool]:
+        """ns in each phase of the sampled steps that the device has finished since; whether there is one."""
         spent = [0.0] * len(PHASES)
-        steps = 0
         finished = [
             index for index, (_, event, ends) in enumerate(self._pending) if ends and event.query()
         ]
+        last: Any = None
         for _ in range(finished[-1] + 1 if finished else 0):
-            phase, event, ends_step = self._pending.popleft()
-            spent[phase] += self._last.elapsed_time(event) * 1e6  # from ms
-            self._free.append(self._last)
-            self._last = event
-            steps += ends_step
-        return spent, steps
+            phase, event, _ = self._pending.popleft()
+            if phase >= 0:
+                spent[phase] += last.elapsed_time(event) * 1e6  # from ms
+            self._free.append(event)
+            last = event
+        return spent, bool(finished)
 
 
 clock = StepClock()

@@ -5,16 +5,17 @@ duration of a step, summed over ranks. A word is sent every k steps; all ranks c
 16 words a second are sent, or 8 through shared memory. Through shared memory it is read at once, because the
 ranks have just exchanged gradients and a Gloo thread would use their cores. Otherwise it is sent over a Gloo
 group and read when the next one is due, so no rank waits for it. All ranks read it after the same step. At
-the end of an epoch and of the training a word is sent and read at once.
+the end of an epoch and of the training a word is sent and read at once. Losses on a device are copied when a
+word is sent and go with the next one, so the host does not wait for the device either.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -106,12 +107,15 @@ class _SentWord:
         work: The exchange in progress; None if it happens when the word is read, or with one rank.
         numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss and
             its count, then the rows of the ranks about their time.
+        step, steps: The last step before the word, and how many there were since the word before.
         first, size: Number of the first step whose loss it carries, and how many steps.
         bad: By step whose loss is NaN or infinite on this rank: the losses of its micro-batches.
     """
 
     work: dist.Work | None
     numbers: torch.Tensor
+    step: int
+    steps: int
     first: int
     size: int
     bad: dict[int, list[MicroBatchLoss]]
@@ -181,12 +185,14 @@ class Control:
         self._every = 1
         self._due = 0
         self._began = time.perf_counter()
+        self._copied: _Values | None = None
         self._in_flight: _SentWord | None = None
 
     def begin_loop(self, step: int) -> None:
         """Discard what is left of an earlier loop; the next step is `step` + 1. All ranks call it."""
         self.own, self.agreed = Requests(), Requests()
         self._every = 1
+        self._copied = None
         self._discard_word()
         self._begin_word(step)
 
@@ -223,7 +229,7 @@ class Control:
         if step < self._due and not now and not (alone and (self.own.stop or notice.received)):
             return []
         words = self._read()
-        self._send(step)
+        self._send(step, now=now)
         if now or self._exchange.at_once:
             words += self._read()
         return words
@@ -231,33 +237,48 @@ class Control:
     def flush(self, step: int) -> list[Word]:
         """Exchange what is left after the last step, `step`; returns the words, at most two."""
         words = self._read()
-        if self._losses or self.agreed.times:
-            self._send(step)
+        if self._losses or self._copied is not None or self.agreed.times:
+            self._send(step, now=True)
             words += self._read()
         return words
 
-    def _send(self, step: int) -> None:
-        size = len(self._losses)
+    def _send(self, step: int, *, now: bool) -> None:
+        steps = len(self._losses)
         elapsed = time.perf_counter() - self._began
-        sums = _to_host(self._losses)
         self.own.preempt = bool(notice.received)
         # The word before has just brought this save; rank 0 asked again while that word was on its way.
         self.own.save &= not self.agreed.save
-        requests, self.own = self.own.pack(), Requests()
-        counts = [float(count) for count in self._counts]
+        requests, self.own = self.own, Requests()
+        copied = [] if self._copied is None else [self._copied]
+        self._copied = None
+        if steps:
+            values = _Values(
+                self._first, self._losses, self._counts, self._micro_losses, requests.reduce
+            )
+            if now or values.is_on_host:
+                copied.append(values)
+            else:
+                self._copied = values  # reading it now would wait for the device
+        requests.reduce = any(values.reduce for values in copied)
+        sums: list[float] = []
+        counts: list[float] = []
+        bad: dict[int, list[MicroBatchLoss]] = {}
+        for values in copied:
+            own_sums, own_counts = values.read()
+            bad |= values.bad(own_sums)
+            sums += own_sums
+            counts += own_counts
+        size = len(sums)
         if not self._job.data.reports:  # another rank has the same samples, and reports their loss
-            sums, counts = [0.0] * size, [0.0] * size
-        bad = {
-            self._first + i: self._micro_losses[i]
-            for i, value in enumerate(sums)
-            if not math.isfinite(value)
-        }
+            sums, counts, bad = [0.0] * size, [0.0] * size, {}
         rows = self._own_row() if self.agreed.times else []
         # One tensor from one list: each further operation of torch costs microseconds.
         word = torch.tensor(
-            [elapsed / max(size, 1), *requests, *sums, *counts, *rows], dtype=torch.float64
+            [elapsed / max(steps, 1), *requests.pack(), *sums, *counts, *rows], dtype=torch.float64
         )
-        self._in_flight = _SentWord(self._exchange.start(word), word, self._first, size, bad)
+        first = copied[0].first if copied else step + 1
+        work = self._exchange.start(word)
+        self._in_flight = _SentWord(work, word, step, steps, first, size, bad)
         self._begin_word(step)
 
     def _read(self) -> list[Word]:
@@ -279,7 +300,7 @@ class Control:
             if not math.isfinite(total):
                 self._report_non_finite(first + i, total, sent.bad.get(first + i, []))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
-        if size:  # else it was sent at once after another word
+        if sent.steps:  # else it was sent at once after another word
             steps = round(1 / (self._exchange.words_per_s * max(step_s, 1e-6)))
             self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
@@ -288,7 +309,7 @@ class Control:
         self.agreed.preempt |= requests.preempt
         self.agreed.save |= requests.save
         self.agreed.times = requests.times  # the next word carries them
-        return [Word(requests=requests, step=first + size - 1, totals=totals, times=rows)]
+        return [Word(requests=requests, step=sent.step, totals=totals, times=rows)]
 
     def _report_non_finite(self, step: int, total: float, losses: list[MicroBatchLoss]) -> None:
         samples = self.gather_bad_samples(losses)
@@ -345,11 +366,68 @@ def name_samples(samples: dict[int, list[int]]) -> str:
     )
 
 
-def _to_host(losses: list[torch.Tensor | None]) -> list[float]:
-    """The losses as numbers, with one copy for all that are on a device."""
-    present = [loss for loss in losses if loss is not None]
-    if all(loss.device.type == "cpu" for loss in present):
-        values = iter([loss.item() for loss in present])
-    else:
-        values = iter(torch.stack(present).double().tolist())
-    return [0.0 if loss is None else next(values) for loss in losses]
+class _Values:
+    """The losses and counts of some steps, which are copied from a device to the host without waiting.
+
+    Args:
+        first: Number of the first step.
+        reduce: Whether a rank of these steps has logged values that are combined over ranks.
+
+    Attributes:
+        is_on_host: Whether nothing was copied.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        losses: list[torch.Tensor | None],
+        counts: list[float | torch.Tensor],
+        micro_losses: list[list[MicroBatchLoss]],
+        reduce: bool,
+    ) -> None:
+        self.first, self.reduce = first, reduce
+        self._losses, self._counts, self._micro_losses = losses, counts, micro_losses
+        self._copies: list[torch.Tensor] = []
+        self._event: Any = None
+        for values in (losses, counts):
+            tensors = [v for v in values if isinstance(v, torch.Tensor) and _is_on_device(v)]
+            if tensors:
+                stacked = torch.stack(tensors).double()
+                self._copies.append(stacked.to("cpu", non_blocking=True))
+                self._event = _event_after(stacked.device)
+            else:
+                self._copies.append(torch.empty(0))
+        self.is_on_host = self._event is None
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """The loss and the count of each step."""
+        if self._event is not None:
+            self._event.synchronize()
+        losses, counts = (copy.tolist() for copy in self._copies)
+        return _filled(self._losses, losses), _filled(self._counts, counts)
+
+    def bad(self, sums: list[float]) -> dict[int, list[MicroBatchLoss]]:
+        """By step whose loss is NaN or infinite: the losses of its micro-batches."""
+        return {
+            self.first + i: self._micro_losses[i]
+            for i, value in enumerate(sums)
+            if not math.isfinite(value)
+        }
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _event_after(device: torch.device) -> Any:
+    """An event after what was queued on the device."""
+    return torch.get_device_module(device).current_stream(device).record_event()
+
+
+def _filled(values: Sequence[float | torch.Tensor | None], copies: list[float]) -> list[float]:
+    """The values as numbers, those on a device from their copies."""
+    rest = iter(copies)
+    return [
+        0.0 if value is None else next(rest) if _is_on_device(value) else float(value)
+        for value in values
+    ]

@@ -93,7 +93,7 @@ class StepContext:
         undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
         key = (undo, divisor, loss.dtype)
         if self._start is None or key != self._start_for:
-            self._start = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
+            self._start = torch.full((), undo / divisor, dtype=loss.dtype, device=loss.device)
             self._start_for = key
         return self._start
 
@@ -598,7 +598,7 @@ class Step:
                 record.total, context.token_divisor, self._where, self.number
             )
         if context.precision.scaler.is_enabled() and context.strategy.divisor != 1:
-            undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
+            undo = torch.full((), float(context.strategy.divisor), device=context.job.device)
             factor = undo if factor is None else factor * undo
         return factor
 

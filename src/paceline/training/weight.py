@@ -43,8 +43,13 @@ def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tens
     Args:
         counts: This rank's, one for each optimizer.
     """
-    each = [torch.as_tensor(count, dtype=torch.float64, device=job.device) for count in counts]
-    return collectives.all_reduce(job, torch.stack([count.reshape(()) for count in each]))
+    each = [
+        count.to(job.device, torch.float64).reshape(())
+        if isinstance(count, torch.Tensor)
+        else torch.full((), count, dtype=torch.float64, device=job.device)  # without a copy
+        for count in counts
+    ]
+    return collectives.all_reduce(job, torch.stack(each))
 
 
 def reported_count(count: float | torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
