@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import paceline
+from paceline.errors import ConfigError
 from paceline.job.preemption import Preempted
 from paceline.testing import run_ranks
 
@@ -365,3 +366,17 @@ def _overflow(job: Any) -> list[float]:
 
 def test_the_schedule_of_an_optimizer_whose_gradients_overflow_does_not_advance() -> None:
     assert run_ranks(_overflow, nproc=1) == [[0.5, 0.25]]
+
+
+def test_a_swapped_model_and_optimizer_are_named_in_one_line() -> None:
+    with paceline.join() as job:
+        model, optimizer = _model(), torch.optim.AdamW(_model().parameters())
+        batches = paceline.Batches(job, make_data(), global_batch=4)
+        for models, optimizers, got in (
+            (optimizer, model, "AdamW"),
+            ([model, optimizer], optimizer, "a list of Sequential, AdamW"),
+            (None, optimizer, "None"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                paceline.Training(job, models, optimizers, batches)  # type: ignore[arg-type]
+            assert str(caught.value).splitlines()[0].endswith(f"got {got}.")

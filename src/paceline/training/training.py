@@ -846,10 +846,21 @@ def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
     if not all(isinstance(each, kind) for each in several):
         raise ConfigError(
             f"{name} must be a torch.{'nn.Module' if kind is nn.Module else 'optim.Optimizer'}, or a list of "
-            f"them, got {given!r}.",
+            f"them, got {_kind_of(given)}.",
             fix=f"{name} = {example}",
         )
     return several
+
+
+def _kind_of(given: Any) -> str:
+    """What was given, in a few words: the text of a module or an optimizer has many lines."""
+    if isinstance(given, list | tuple):
+        return f"a {type(given).__name__} of {', '.join(type(each).__name__ for each in given) or 'nothing'}"
+    return (
+        repr(given)
+        if given is None or isinstance(given, int | float | str)
+        else type(given).__name__
+    )
 
 
 def _job_left(reference: weakref.ref[Training]) -> None:
