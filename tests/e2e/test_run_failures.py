@@ -492,3 +492,46 @@ def test_an_error_that_left_the_job_and_was_caught_is_no_failure(tmp_path: Path)
     script = LONG_CLEAN_UP.replace("CAUGHT", "True").replace("20", "0")
     done = run("--nproc-per-node=1", script, tmp_path)
     assert done.code == 0, done
+
+
+SAVES = """
+import os, time
+from concurrent.futures import ThreadPoolExecutor, wait
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+dist.init_process_group("gloo")
+folder = "checkpoint" if dist.get_rank() == 0 else "/dev/null/checkpoint"
+writer = dcp.FileSystemWriter(folder)
+state = {"of every rank": torch.ones(4), f"of rank {dist.get_rank()}": torch.ones(4)}
+def save():
+    return dcp.async_save(state, storage_writer=writer) # SAVE
+def save_alone():
+    return ThreadPoolExecutor().submit(torch.save, state, f"{folder}.pt") # ALONE
+LINE
+dist.destroy_process_group()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        ("wait([save()])", "ranks 0 and 1 of 2 failed: CheckpointException: rank 1: "),
+        ("save_alone()", "rank 1 of 2 failed: RuntimeError: Parent directory /dev/null"),
+        # An error that the script has read is its own affair.
+        ("print(save().exception())", ""),
+        ("pending = save_alone(); time.sleep(0.5); pending.exception(timeout=9)", ""),
+        ("folder = '.'; save_alone()", ""),
+    ],
+)
+def test_an_error_of_a_save_that_nobody_reads_is_a_failure(
+    tmp_path: Path, line: str, failed: str
+) -> None:
+    script = SAVES.replace("LINE", line)
+    done = run("--nproc-per-node=2", script, tmp_path)
+    assert (done.code, done.out.count("finished")) == (1 if failed else 0, 2), done.err
+    assert ("in the background" in done.err) is bool(failed)
+    if failed:
+        mark = "SAVE" if "save()" in line else "ALONE"
+        number = script[: script.index(f"# {mark}")].count("\n") + 1
+        assert f"paceline: {failed}" in done.err
+        assert f"train.py:{number} in save" in done.err.partition("where: ")[2]

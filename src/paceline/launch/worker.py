@@ -44,6 +44,8 @@ _interrupted = False
 # The event about the last error that the script has printed or formatted.
 _printed: dict[str, Any] | None = None
 _control: Control | None = None  # of this rank
+_failed_saves: list[_Save] = []
+_SAVES = ("torch.distributed.checkpoint", "torch.serialization")  # modules of functions that save
 
 
 def _load(*names: str) -> Any:
@@ -166,6 +168,7 @@ def main() -> NoReturn:
         _exec(script["command"])
     if "torch" in sys.modules:
         _variables.watch_rank(control.send)
+        _watch_saves()
     _watch_printed_errors()
     # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
@@ -316,7 +319,56 @@ def _watch_printed_errors() -> None:
     module.format_exception = remembering(traceback.format_exception)
 
 
-def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> NoReturn:
+@dataclasses.dataclass
+class _Save:
+    """A save in a thread of an executor, such as that of `torch.distributed.checkpoint.async_save`."""
+
+    place: str  # the line of the script that began it
+    error: BaseException | None = None
+    was_read: bool = False
+
+
+def _watch_saves() -> None:
+    """Watch saves whose error is only in a future, which the script need not read."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    submit: Any = ThreadPoolExecutor.submit
+
+    @functools.wraps(submit)
+    def call(executor: Any, function: Any, /, *args: Any, **options: Any) -> Any:
+        future = submit(executor, function, *args, **options)
+        if str(getattr(function, "__module__", "")).startswith(_SAVES):
+            _watch_save(future, _Save(_stacks.place_of_frame(sys._getframe(1))))
+        return future
+
+    ThreadPoolExecutor.submit = call  # type: ignore[method-assign]
+    os.register_at_fork(after_in_child=_failed_saves.clear)
+
+
+def _watch_save(future: Any, save: _Save) -> None:
+    def reads(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(timeout: float | None = None) -> Any:
+            try:
+                return function(timeout)
+            finally:
+                save.was_read = future.done()
+
+        return call
+
+    exception_of = future.exception
+    future.result, future.exception = reads(future.result), reads(future.exception)
+
+    def done(future: Any) -> None:
+        save.error = None if future.cancelled() else exception_of()
+        if save.error is not None:
+            _failed_saves.append(save)
+
+    future.add_done_callback(done)
+
+
+def _crash(
+    error: BaseException, control: Control, hook: Callable[..., Any], **facts: Any
+) -> NoReturn:
     """Report the error to the launcher and end at once, without waiting for peers."""
     shown = False
     user_hook = _user_hook(hook, error)
@@ -328,7 +380,7 @@ def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> 
             shown = True
         except BaseException as broken:
             print(f"sys.excepthook raised {type(broken).__name__}: {broken}", file=sys.stderr)
-    report = _describe(error) | {"shown": shown}
+    report = _describe(error) | {"shown": shown} | facts
     if not control.send(report):
         print(report["traceback"], file=sys.stderr)
     send_state = control.handlers.get("state")
@@ -411,7 +463,21 @@ def _finish() -> None:
     ended inside C++ code. `destroy_process_group()` makes this rarer but not impossible: a group that DDP
     has used keeps its threads. If such threads exist, the rest of the shutdown is skipped. Python has joined
     threads and run atexit functions by then; this function finalises the script's objects and flushes files.
+
+    A save in the background that failed, and whose future the script did not read, makes the run fail.
     """
+    unread = next((save for save in _failed_saves if not save.was_read), None)
+    if (
+        unread is not None
+        and unread.error is not None
+        and _control
+        and not (_status or _interrupted)
+    ):
+        at = f", which began at {unread.place}," if unread.place else ""
+        unread.error.add_note(
+            f"This save{at} failed in the background, and nothing called result() of its future."
+        )
+        _crash(unread.error, _control, sys.excepthook, place=unread.place)
     if not _has_group_threads():
         return
     _drop_script()

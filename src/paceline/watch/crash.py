@@ -30,6 +30,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
+_CHECKPOINT_ERROR = "torch.distributed.checkpoint.api.CheckpointException"
 _ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 # The rank itself reports the time of an error. The launcher notices an end up to this much later.
@@ -120,7 +121,10 @@ def _kinds(error: BaseException) -> tuple[str, ...]:
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        # Its text has the tracebacks of all ranks that failed, and begins with none of their errors.
+        failures = getattr(error, "failures", {}) if _kinds(error)[0] == _CHECKPOINT_ERROR else {}
+        of_ranks = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures.items()]
+        return "\n".join([*of_ranks, str(error)])
     except Exception as broken:
         return f"<its text raised {type(broken).__name__}>"
 
