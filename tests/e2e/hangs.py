@@ -188,6 +188,63 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# A training in which rank 0 makes a call that the others do not make, before the call of a place.
+EXTRA = """
+import torch, torch.distributed as dist
+import paceline
+from torch.nn.functional import mse_loss
+def extra(place):
+    if place == "PLACE" and job.rank == 0:
+        CALL # EXTRA
+def score(model, batch):
+    extra("score")
+    return {"loss": mse_loss(model(batch[0]), batch[1], reduction="sum")}
+with paceline.join(device="cpu", backend="BACKEND") as job:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    model = paceline.ddp(job, torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, data, global_batch=16)
+    saves = paceline.Checkpoints("saved", every_epochs=9)
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=saves)
+    extra("loop")
+    for step in training.steps(epochs=1):
+        for x, y in step:
+            step.backward(mse_loss(model(x), y))
+        step.update()
+        if step.number == 2:
+            extra("evaluate in a step")
+            paceline.evaluate(job, model, data, score, micro_batch=8)
+            extra("save")
+            training.save()
+            extra("update")
+    extra("evaluate")
+    paceline.evaluate(job, model, data, score, micro_batch=8)
+    extra("barrier")
+    dist.barrier()
+    extra("export")
+    training.export("model.pt")
+    extra("leave")
+"""
+# By place of the extra call: the call in which the others wait for it.
+OTHERS_IN = {
+    "loop": "paceline's steps",
+    "evaluate in a step": "paceline.evaluate",
+    "save": "training.save",
+    "update": " #",  # of the gradients, or of the save
+    "evaluate": "paceline.evaluate",
+    "score": "paceline.evaluate",
+    "barrier": "barrier #",
+    "export": "training.export",
+    "leave": "paceline's leave",
+}
+
+
+def extra_script(place: str, call: str, backend: str) -> tuple[str, int]:
+    """A script whose rank 0 makes an extra call at this place, and the number of the line of that call."""
+    text = EXTRA.replace("PLACE", place).replace("CALL", call).replace("BACKEND", backend)
+    return text, 1 + [line.endswith("# EXTRA") for line in text.splitlines()].index(True)
+
+
 # What a healthy rank may do alone for `alone_s` seconds, while the others wait for it.
 ALONE = {
     "receives": """

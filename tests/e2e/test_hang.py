@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hangs import ALONE, KINDS, alone_script, expected, script, verdict
+from hangs import ALONE, KINDS, OTHERS_IN, alone_script, expected, extra_script, script, verdict
 from launching import rows_of, run
 
 # Each kind once without and once with paceline; `benchmarks/verdicts.py` runs all numbers of ranks.
@@ -33,6 +33,38 @@ def test_a_hang_is_explained(tmp_path: Path, name: str, world: int, ours: bool) 
         assert words in said, f"{words!r} is not in:\n{said}"
     assert len(said.splitlines()) <= 10
     assert int(re.findall(r"waited (\d+) s", said)[0]) <= 5
+
+
+ALL_REDUCE = "dist.all_reduce(torch.ones(5))"
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "world"),
+    [
+        pytest.param(place, call, world, marks=() if is_quick else pytest.mark.slow)
+        for place in OTHERS_IN
+        for call, world, is_quick in (
+            (ALL_REDUCE, 2, place in ("evaluate", "leave")),
+            ("dist.barrier()", 3, False),
+        )
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
+def test_an_extra_call_of_one_rank_is_named(
+    tmp_path: Path, place: str, call: str, world: int, backend: str
+) -> None:
+    text, line = extra_script(place, call, backend)
+    said = verdict(text, tmp_path, world)
+    if not said.startswith("hang: "):
+        # shm refuses an extra call that meets another one, and Gloo one that meets a larger tensor.
+        assert place in ("update", "barrier"), said
+        assert "paceline: rank" in said, said
+        return
+    name = call[len("dist.") : call.index("(")]
+    assert OTHERS_IN[place] in said, said
+    assert "why:  rank 0 makes a call that the others do not make" in said, said
+    if not OTHERS_IN[place].startswith(name):  # else it ends, and a later one does not
+        assert f": {name} at train.py:{line}, or" in said, said
 
 
 HEALTHY = """

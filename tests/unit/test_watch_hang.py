@@ -832,3 +832,33 @@ def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
     script.join()
     assert timers[-1] == "script"
     os.close(fd)
+
+
+def _in_paceline(*script: tuple[str, int, str], call: str = "evaluate") -> StackSummary:
+    return StackSummary(script=script, torch_call=f"paceline's {call}", waits=True)
+
+
+EXTRA = StackSummary(script=(("train.py", 9, "report"), ("train.py", 57, "main")), torch_call="x")
+
+
+@pytest.mark.parametrize(
+    ("step", "where", "named"),
+    [
+        pytest.param(3, _in_paceline(("train.py", 60, "main")), (0,), id="later line"),
+        pytest.param(3, _in_paceline(("train.py", 50, "main")), (1, 2), id="earlier line"),
+        pytest.param(4, _in_paceline(("train.py", 50, "main")), (0,), id="next step"),
+        pytest.param(3, _in_paceline(("train.py", 50, "main"), call="steps"), (0,), id="loop"),
+        pytest.param(3, _in_paceline(("train.py", 50, "main"), call="leave"), (0,), id="end"),
+        pytest.param(3, _in_paceline(("train.py", 57, "main")), (0,), id="called by Paceline"),
+        pytest.param(3, _in_paceline(("train.py", 60, "other")), (1, 2), id="unknown"),
+    ],
+)
+def test_the_rank_with_the_extra_call(
+    step: int, where: StackSummary, named: tuple[int, ...]
+) -> None:
+    one = rank(0, call(members=(0, 1, 2)), where=EXTRA, step=3)
+    found = verdict(one, *(rank(number, where=where, step=step) for number in (1, 2)), world=3)
+    assert found.alarm
+    assert found.culprits == named
+    is_unknown = "a call that the others do not make" not in found.text
+    assert is_unknown == (where.script[0][2] == "other")

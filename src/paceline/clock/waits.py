@@ -29,14 +29,14 @@ def watch_waits() -> None:
 
 def _timed(wait: Callable[..., Any], phase: int) -> Callable[..., Any]:
     @functools.wraps(wait)
-    def timed_wait(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         was = clock.begin(phase)
         try:
             return wait(*args, **options)
         finally:
             clock.end(was)
 
-    return timed_wait
+    return wrapper
 
 
 def watch_backward(loss: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ def checks_arguments(
     takes_job = keywords[0] == "job"
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         if takes_job and "job" not in kwargs:
             _refuse_no_job(shown, keywords, args[is_method:])
         for word in kwargs:
@@ -41,7 +41,7 @@ def checks_arguments(
                 _refuse_keyword(shown, word, keywords, elsewhere)
         return function(*args, **kwargs)
 
-    return call
+    return wrapper
 
 
 def require_integers(minimum: int, *, or_none: bool = False, **values: Any) -> None:

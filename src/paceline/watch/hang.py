@@ -26,6 +26,8 @@ from paceline.watch.report import group_by_text, render
 
 # Collectives whose tensors must have the same type and number of elements on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+# Calls by a `for` or a `with`: at its end too, the line is that of its head. All ranks make them.
+_AT_HEAD = ("paceline's steps", "paceline's leave")
 _CHECK_NETWORK = "check that the ranks can reach each other on the job's network interface."
 _MAY_TAKE_LONG = "nothing, if this may take so long; otherwise find what it waits for."
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
@@ -86,7 +88,10 @@ def _diagnose_collective(
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
     blockers = _blockers(states, absent)
     elsewhere = [state.open_call for state in absent if state.open_call is not None]
-    if absent and len(elsewhere) == len(absent):
+    extra = [] if blockers else _with_extra_call([in_this_call, absent])
+    if extra:
+        why, fix = _why_extra_call(extra)
+    elif absent and len(elsewhere) == len(absent):
         if any(other.group_and_backend != call.group_and_backend for other in elsewhere):
             why = "two groups were entered in different orders, so each side waits for the other."
             fix = "use the groups in the same order on all ranks."
@@ -113,7 +118,7 @@ def _diagnose_collective(
         if alarm
         else (call.name, *(state.where.line for state in absent))
     )
-    culprits = blockers or absent or in_this_call
+    culprits = extra or blockers or absent or in_this_call
     return _diagnosis(states, alarm, culprits, lines, why, fix, key)
 
 
@@ -130,6 +135,53 @@ def _blockers(states: Sequence[RankState], absent: Sequence[RankState]) -> list[
             others = [s for s in states if state.peer in (None, s.rank)]
         found += (other for other in others if other not in found)
     return [state for state in found if not state.waits_for_ranks]
+
+
+def _with_extra_call(sides: Sequence[Sequence[RankState]]) -> Sequence[RankState]:
+    """Of ranks that wait for each other in two calls, those in the call that the others did not make.
+
+    Only for scripts that use Paceline: there the number of the step tells lines of a loop from those of its
+    next pass. Empty if that is unknown.
+    """
+    if len(sides) != 2 or not all(sides):
+        return []
+    pairs = [(one, other) for one in sides[0] for other in sides[1]]
+    if not any(state.step or state.where.in_paceline for pair in pairs for state in pair):
+        return []
+    differences = [_compare_progress(one, other) for one, other in pairs]
+    if all(difference < 0 for difference in differences):
+        return sides[0]
+    return sides[1] if all(difference > 0 for difference in differences) else []
+
+
+def _compare_progress(one: RankState, other: RankState) -> int:
+    """Negative if `one` is at an earlier place of the script than `other`, positive if later; 0 if unknown.
+
+    A function that Paceline calls, such as a score, is earlier than the rest of this call of Paceline.
+    """
+    at_head = one.where.torch_call in _AT_HEAD, other.where.torch_call in _AT_HEAD
+    if at_head[0] != at_head[1]:
+        return 1 if at_head[0] else -1
+    if abs(one.step - other.step) == 1:
+        return one.step - other.step
+    pairs = zip(reversed(one.where.script), reversed(other.where.script), strict=False)
+    for (file, line, function), (other_file, other_line, other_function) in pairs:
+        if (file, function) != (other_file, other_function):
+            return 0
+        if line != other_line:
+            return line - other_line
+    return len(other.where.script) - len(one.where.script)
+
+
+def _why_extra_call(extra: Sequence[RankState]) -> tuple[str, str]:
+    who, call = name_ranks([state.rank for state in extra]), extra[0].open_call
+    name = _torch_call_text(extra[0]) or (call.name if call is not None else "")
+    verb = "makes" if len(extra) == 1 else "make"
+    return (
+        f"{who} {verb} a call that the others do not make, as under `if rank == 0:`: {name}"
+        f"{_at(extra[0])}, or an earlier call of the same kind.",
+        "call the same collectives on all ranks, whatever the branch.",
+    )
 
 
 def _absent(states: Sequence[RankState], call: Call) -> list[RankState]:
@@ -208,6 +260,7 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
         else:
             did = f"{_have(members)} waited {first.idle_s:.0f} s in {text}"
         lines.append(_with_ranks(members, did))
+    fix = _SAME_ORDER
     names = {call.name for call in calls.values()}
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
@@ -219,9 +272,14 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
             why += f" Or {name_ranks(stepping)} {takes} more steps than the others: uneven batches."
     else:
         why = "the ranks called the same collective with different tensors."
-    culprits = _differing_ranks([members for _, members in largest_first], calls)
+    groups = [members for _, members in largest_first]
+    culprits = _with_extra_call(groups)
+    if culprits:
+        why, fix = _why_extra_call(culprits)
+    else:
+        culprits = _differing_ranks(groups, calls)
     key = (number, *sorted(names))
-    return _diagnosis(states, True, culprits, lines, why, _SAME_ORDER, key)
+    return _diagnosis(states, True, culprits, lines, why, fix, key)
 
 
 def _differing_ranks(
@@ -257,6 +315,7 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
             return None
     elif any(state.where.serves for state in rest):
         return None  # a server without requests is idle, and so are those that wait for it
+    extra: Sequence[RankState] = []
     lines = _grouped(
         waiting,
         lambda state: f"waited {state.idle_s:.0f} s in {_torch_call_text(state)}{_at(state)}",
@@ -284,12 +343,14 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     elif all(state.where.torch_call == waiting[0].where.torch_call for state in waiting):
         why = f"all ranks are in {waiting[0].where.torch_call}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
+    elif extra := _with_extra_call(list(group_by_text(waiting, _torch_call_text).values())):
+        why, fix = _why_extra_call(extra)
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
     # A job of one rank, or of one node, may wait for processes that this launcher does not know.
     alarm = not any(state.may_come for state in rest) and world_size == len(states) > 1
     alarm = alarm and not any(_exchange(one, other) for one in waiting for other in waiting)
-    culprits = rest or ended or waiting
+    culprits = rest or ended or extra or waiting
     key = ("others", *(state.where.line for state in alive))
     return _diagnosis(states, alarm, culprits, lines, why, fix, key)
 
@@ -317,7 +378,10 @@ def _collective_text(state: RankState) -> str:
 
 
 def _torch_call_text(state: RankState) -> str:
-    return state.where.torch_call + (f" with rank {state.peer}" if state.peer is not None else "")
+    name = state.where.torch_call
+    if state.where.in_paceline and state.call:
+        name = state.call  # as the script writes it, such as `training.save`
+    return name + (f" with rank {state.peer}" if state.peer is not None else "")
 
 
 def _call_text(call: Call, state: RankState) -> str:
@@ -327,7 +391,12 @@ def _call_text(call: Call, state: RankState) -> str:
     if call.members and len(call.members) > 1 and call.group != "0":
         axis = f" on axis {call.axis}" if call.axis else ""
         notes.append(f"group of {name_ranks(call.members)}{axis}")
-    return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
+    within = state.where.in_paceline and not call.completed
+    return (
+        f"{call.name} #{call.number}"
+        + (f" ({', '.join(notes)})" if notes else "")
+        + (f" of {_torch_call_text(state)}" if within else "")
+    )
 
 
 def _is_same(call: Call | None, other: Call) -> bool:

@@ -29,11 +29,14 @@ _WAITS = (
     "torch/distributed/fsdp/_fully_shard/_fsdp_",
     "paceline/job/failures.py",  # values over the store
     "paceline/job/collectives.py",
+    "paceline/job/job.py",
+    "paceline/clock/waits.py",  # around `Work.wait`
 )
 _PICKLES = ("_object_to_tensor", "_tensor_to_object")  # functions of those files that compute
 # Innermost files of a thread that sleeps: until the next look into the store, or until a future has a result.
 _BLOCKS = ("/threading.py", "torch/_ops.py")
 _DECORATORS = ("wrapper", "inner_func", "<module>")
+_OURS = "paceline's "
 _LOADERS = ("torch/utils/data/dataloader.py", "paceline/data/workers.py")
 _LOCKS = (
     *("/threading.py", "/queue.py", "/selectors.py", "/subprocess.py"),
@@ -91,7 +94,7 @@ class StackSummary:
     Args:
         script: The frames of the script, innermost first.
         torch_call: The function of torch.distributed or Paceline that the script called, and in which it
-            waits for other ranks; empty if there is none.
+            waits for other ranks, such as `recv` or `paceline's evaluate`; empty if there is none.
         waits: Whether its innermost frame is there, so it does nothing else, such as pickle an object.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
@@ -106,6 +109,11 @@ class StackSummary:
     loader: bool = False
     lock: bool = False
     serves: bool = False
+
+    @property
+    def in_paceline(self) -> bool:
+        """Whether `torch_call` is Paceline's."""
+        return self.torch_call.startswith(_OURS)
 
     @property
     def line(self) -> str:
@@ -255,7 +263,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
             if "torch/distributed/" in file:
                 torch_call = function.strip("_")
             elif "paceline/" in file and not function.startswith(("_", "<")):
-                torch_call = f"paceline's {function}"
+                torch_call = _OURS + function
     script = tuple(
         (file.removeprefix(cwd.rstrip("/") + "/"), line, function)
         for file, line, function in frames
