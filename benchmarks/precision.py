@@ -9,7 +9,7 @@ rank uses one thread.
     fp32, bf16               `paceline.Training`
     bf16, tuned              the same with plain attention and `AdamW(fused=True)`
 
-The plain sides use glibc's default memory settings (`PACELINE_KEEP_MEMORY=0`). The cost of memory depends on
+The cost of memory depends on
 the history of a process, so each side runs in its own processes; the sides take turns in each round. A round
 reports the median of its blocks on the slowest rank: CPU time for one process, wall-clock time for several,
 because ranks wait for each other. The gain is the ratio to plain fp32 in the same round. The table shows the
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -163,7 +162,6 @@ def main() -> None:
             for _ in range(options.rounds):
                 rounds.append({})
                 for side in SIDES:
-                    os.environ["PACELINE_KEEP_MEMORY"] = str(int("plain" not in side))
                     found = run_ranks(measure, name, side, nproc=ranks, deadline_s=600)
                     rounds[-1][side] = found[0]
             rows += rows_of(name, ranks, rounds)

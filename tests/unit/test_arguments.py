@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,32 +34,11 @@ def training(job: paceline.Job, **options: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[paceline.Job], Any], str]] = {
-    "swapped": (
-        lambda job: call.Batches(DATA, job, global_batch=4),
-        "argument of Batches must be the job, got TensorDataset",
-    ),
-    "swapped ddp": (
-        lambda job: call.ddp(torch.nn.Linear(2, 1), job),
-        r"fix: +ddp\(job, module, \.\.\.\), where `job`",
-    ),
-    "no job": (lambda job: call.ddp(torch.nn.Linear(2, 1)), "the job, got Linear"),
-    "nothing": (lambda job: call.evaluate(), "argument of evaluate must be the job, got none"),
-    "unknown": (
-        lambda job: call.Batches(job, DATA, batch_size=4),
-        "Batches has no argument 'batch_size'(.|\n)*its arguments are job, dataset, global_batch",
-    ),
-    "near": (lambda job: call.Checkpoints("x", every_epoch=1), "did you mean every_epochs?"),
-    "of fit": (lambda job: call.Trainer(clip_norm=1.0), "give it to Trainer.fit: clip_norm="),
-    "of Trainer": (
-        lambda job: call.Trainer(torch.nn.Linear(2, 1), len, len, DATA).fit(1, epoch=2),
-        "Trainer.fit has no argument 'epoch'",
-    ),
     "folder": (
         lambda job: training(job, checkpoints="runs/x"),
         "must be a paceline.Checkpoints, got str",
     ),
     "joined": (lambda job: paceline.join(), r"or call job\.leave\(\)"),
-    "schedule": (lambda job: training(job, schedul=1), "did you mean schedule?"),
 }
 
 
@@ -83,12 +61,6 @@ def test_jobs_and_steps_are_shown(job: paceline.Job) -> None:
         assert repr(step) == "Step(number=1, epoch=0, num_samples=4)"
         step.run(lambda batch: trained.models[0](batch[0]).sum(), reduction="sum")
         step.update()
-
-
-def test_signatures_stay() -> None:
-    assert next(iter(inspect.signature(paceline.ddp).parameters)) == "job"
-    assert "global_batch" in inspect.signature(paceline.Trainer).parameters
-    assert paceline.evaluate.__doc__
 
 
 def test_the_value_of_a_loss(job: paceline.Job) -> None:

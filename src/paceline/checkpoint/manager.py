@@ -38,7 +38,7 @@ from paceline.checkpoint.writer import Buffer, Save, SaveOutcome, Staging
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
-from paceline.job.arguments import checks_arguments, require_integers
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
@@ -80,7 +80,6 @@ class Checkpoints:
     Collective: none to create it.
     """
 
-    @checks_arguments
     def __init__(
         self,
         folder: str | Path,

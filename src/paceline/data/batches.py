@@ -25,7 +25,7 @@ from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
 from paceline.errors import ConfigError, RankDisagreement, StepError
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments, require_integers
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 
 
@@ -71,7 +71,6 @@ class Batches:
     Collective: all ranks, same order as the job's other collectives.
     """
 
-    @checks_arguments
     def __init__(
         self,
         job: Job,

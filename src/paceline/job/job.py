@@ -39,7 +39,6 @@ from paceline.job import current_step, environment, failures, pmi, ray, rendezvo
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.forks import wait_before_forks
-from paceline.job.malloc import keep_freed_memory
 from paceline.job.mesh import DataAxis, Mesh
 from paceline.job.network import interface_variables, route_to
 from paceline.job.preemption import Preempted, notice
@@ -386,8 +385,6 @@ def join(
     try:
         if own_device.type != "cpu":
             torch.get_device_module(own_device).set_device(own_device)
-        else:
-            keep_freed_memory(os.environ)
         _choose_threads(job)
         _seed_everything(seed)
         current_step.step, current_step.stage = 0, None

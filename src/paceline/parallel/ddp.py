@@ -22,7 +22,6 @@ from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, num_micro_batches
 from paceline.errors import ConfigError, GradientError
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
@@ -42,7 +41,6 @@ from paceline.shm.group import ShmGroup
 DEFAULT_BUCKET_MB = 25.0
 
 
-@checks_arguments
 def ddp(
     job: Job,
     module: nn.Module,

@@ -31,7 +31,6 @@ from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
@@ -66,7 +65,6 @@ _ROUNDING = 1e-5  # of the largest gradient: smaller ones are not compared
 _COMPARISONS = 5  # of each parameter's gradients: one difference may be small by chance
 
 
-@checks_arguments
 def fsdp(
     job: Job,
     module: nn.Module,

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError, GradientError
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     PIPELINE,
@@ -41,7 +40,6 @@ from paceline.parallel.strategy import STRATEGIES, ScheduledStep, Strategy
 _BUCKET_BYTES = 25 << 20  # gradients that are summed together: the size of DDP's buckets
 
 
-@checks_arguments
 def pipeline(
     job: Job,
     module: nn.Module,

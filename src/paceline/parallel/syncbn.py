@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from paceline import log
 from paceline.errors import ConfigError, StepError, listed, refuse_different_values
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.modules import is_pipeline, refuse_torch_syncbn, unwrap
 
@@ -242,7 +241,6 @@ class _Normalise(torch.autograd.Function):
         return dx.to(x.dtype), dweight, dbias, None, None
 
 
-@checks_arguments
 def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
     """Convert each BatchNorm of `module` to normalise over the samples of all ranks; returns `module`.
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parall
 
 from paceline import log
 from paceline.errors import ConfigError
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
 from paceline.parallel.modules import (
@@ -76,7 +75,6 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
 
 
-@checks_arguments
 def tensor_parallel(
     job: Job,
     module: nn.Module,

@@ -29,7 +29,6 @@ from paceline.data.evaluation import (
 from paceline.data.samples import Collate, rows_left, split_batch
 from paceline.errors import EvaluationError
 from paceline.job import collectives, rng
-from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.modules import (
@@ -106,7 +105,6 @@ class _RankResults:
     mean: str
 
 
-@checks_arguments
 @clock.during(EVALUATION)
 def evaluate(
     job: Job,

@@ -22,7 +22,7 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.data.evaluation import num_rows
 from paceline.errors import ConfigError
-from paceline.job.arguments import checks_arguments, require_integers
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job, current, join
 from paceline.job.mesh import Mesh
 from paceline.metrics.logger import Logger
@@ -206,7 +206,6 @@ class Trainer:
         _refuse_loss(self.loss)
         self._reduction: Reduction = "sum" if _is_sum(self.loss) else "mean"
 
-    @checks_arguments
     def fit(
         self,
         epochs: int,
@@ -384,10 +383,6 @@ class Trainer:
         result = self._forward(model, batch)
         loss, count = result if isinstance(result, tuple) else (result, num_rows(batch))
         return {"loss": (as_sum(loss, count, self._reduction), count)}
-
-
-# Not as a decorator: `dataclass` writes `__init__`.
-Trainer.__init__ = checks_arguments(Trainer.__init__, elsewhere=Trainer.fit)  # type: ignore[method-assign]
 
 
 def _refuse_strategy(strategy: str | Mesh | Wrap) -> None:

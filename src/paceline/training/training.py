@@ -32,7 +32,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import ConfigError, StepError, refuse_different_values
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments, require_integers
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
@@ -110,7 +110,6 @@ class Training:
     Collective: all ranks, same arguments.
     """
 
-    @checks_arguments
     def __init__(
         self,
         job: Job,
