@@ -82,6 +82,16 @@ for number in range(3):
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
 """
+_UNEVEN = """
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3 + (rank == 1)):
+    loss = model(torch.randn(3, 4)).sum() # STUCK
+    loss.backward()
+    optimizer.step()
+dist.barrier() # WAITS
+"""
 _RAISES = """
 def load():
     return {}["label 7"] # STUCK
@@ -142,6 +152,19 @@ KINDS: dict[str, Kind] = {
     ),
     "raised an error, and cleans up": Kind(
         _RAISES.replace("FINALLY", "time.sleep(600)"), (ALL_REDUCE, "in time.sleep", _RAISED)
+    ),
+    "has more batches": Kind(
+        _UNEVEN,
+        (
+            "in broadcast #",
+            "at train.py:{STUCK}",
+            "in barrier #",
+            "Or rank 1 takes more steps than the others: uneven batches.",
+            "optimizer.step() was called 3 times by ranks 0",
+        ),
+        backend="gloo",
+        slow=False,
+        word="hang",
     ),
     "takes groups in another order": Kind(
         _ORDER,

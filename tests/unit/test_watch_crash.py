@@ -332,4 +332,4 @@ def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"entries": [1]}, {"entries": [{}]}, {"entries": 3}])
 def test_an_answer_that_says_nothing(answer: dict[str, object]) -> None:
-    assert last_call(answer) == ""
+    assert last_call(answer, "") == ""

@@ -169,19 +169,32 @@ def test_another_collective() -> None:
 
 @pytest.mark.parametrize("by_hand", [0, 1])
 def test_of_two_ranks_the_one_that_called_by_hand_is_named(by_hand: int) -> None:
-    in_backward = rank(1 - by_hand, call(), where=StackSummary(script=TRAIN, gradients=True))
-    found = verdict(in_backward, rank(by_hand, call(tensor_text="f32[]")), world=2)
+    in_step = rank(1 - by_hand, call(), in_step=True)
+    found = verdict(in_step, rank(by_hand, call(tensor_text="f32[]")), world=2)
     assert found.culprits == (by_hand,)
-    assert "Or rank" not in found.text  # both wait in an all_reduce
 
 
-def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause() -> None:
-    in_backward = rank(1, call(), where=StackSummary(script=TRAIN, gradients=True))
-    found = verdict(rank(0, call(name="barrier", tensor_text="")), in_backward, world=2)
-    assert (
-        "why:  the ranks called different collectives as number 4107 of this group. Or rank 1 takes more "
-        "steps than the others: uneven batches."
-    ) in found.text
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((39, 40), "optimizer.step() was called 39 times by rank 0, 40 times by rank 1"),
+        ((40, 40), "optimizer.step() was called 40 times by ranks 0 and 1"),
+        ((0, 0), ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [("barrier", "different collectives as number 4107"), ("all_reduce", "different tensors")],
+)
+def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause(
+    other: str, why: str, steps: tuple[int, int], said: str
+) -> None:
+    ended = rank(0, call(name=other, tensor_text=""), optimizer_steps=steps[0])
+    found = verdict(ended, rank(1, call(), in_step=True, optimizer_steps=steps[1]), world=2)
+    assert why in found.text
+    assert "Or rank 1 takes more steps than the others: uneven batches." in found.text
+    assert said in found.text
+    assert ("optimizer.step()" in found.text) is bool(said)
 
 
 def test_an_error_in_flight_is_the_cause_unless_all_ranks_have_it() -> None:
@@ -648,8 +661,9 @@ class Asked(Silent):
         table = {"entries": entries, "groups": {"0": [0, 1]}, "missing": [WORLD]}
         table["last_numbers"] = {"0 nccl": 7} if entries else {}
         table["axes"] = {}
-        threads = [{"name": "main", "stack": stack}]
-        told = {"id": request["id"], "threads": threads, "step": 0, "stage": None, **table}
+        threads = [{"name": "main", "stack": stack, "in_step": False}]
+        told = {"id": request["id"], "threads": threads, **table}
+        told |= {"step": 0, "stage": None, "optimizer_steps": 0}
         self.answers = {request["do"]: told}
 
 

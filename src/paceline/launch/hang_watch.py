@@ -264,6 +264,8 @@ class HangWatch:
                 "peer": main.get("peer"),
                 "last_numbers": answer["last_numbers"],
                 "raised": _raised_text(answer, cwd),
+                "in_step": main["in_step"],
+                "optimizer_steps": answer["optimizer_steps"],
                 "step": answer["step"],
                 "stage": answer["stage"],
                 "calls": read_calls(

@@ -169,6 +169,8 @@ def main() -> NoReturn:
     if "torch" in sys.modules:
         _variables.watch_rank(control.send)
         _watch_saves()
+        if probe is not None:
+            probe.count_optimizer_steps()
     _watch_printed_errors()
     # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
@@ -384,7 +386,8 @@ def _crash(
     if not control.send(report):
         print(report["traceback"], file=sys.stderr)
     send_state = control.handlers.get("state")
-    if send_state is not None and report["module"].startswith("torch.distributed"):
+    in_collective = report["lost_peer"] or report["module"].startswith("torch.distributed")
+    if send_state is not None and in_collective:
         # The collective that failed, and its tensors.
         send_state({"do": "state", "id": _probe.UNASKED})
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,

@@ -262,16 +262,13 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Di
         lines.append(_with_ranks(members, did))
     fix = _SAME_ORDER
     names = {call.name for call in calls.values()}
+    why = "the ranks called the same collective with different tensors."
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
-        stepping = [
-            rank for rank, call in calls.items() if at[rank].where.gradients and not call.completed
-        ]
-        if 0 < len(stepping) < len(calls):
-            takes = "takes" if len(stepping) == 1 else "take"
-            why += f" Or {name_ranks(stepping)} {takes} more steps than the others: uneven batches."
-    else:
-        why = "the ranks called the same collective with different tensors."
+    stepping = [rank for rank in calls if at[rank].in_step]
+    if 0 < len(stepping) < len(calls):
+        takes = "takes" if len(stepping) == 1 else "take"
+        why += f" Or {name_ranks(stepping)} {takes} more steps than the others: uneven batches."
     groups = [members for _, members in largest_first]
     culprits = _with_extra_call(groups)
     if culprits:
@@ -287,12 +284,12 @@ def _differing_ranks(
 ) -> Sequence[RankState]:
     """Of groups of ranks that made different calls, largest first: the ranks that differ from the others.
 
-    If two groups have the same size, one that waits in a backward makes only the calls of every step, so the
-    other made an extra call; and a rank whose call has ended did not wait. If neither decides, all ranks.
+    If two groups have the same size, one that is in a step makes only the calls of every step, so the other
+    made an extra call; and a rank whose call has ended did not wait. If neither decides, all ranks.
     """
     smallest = [members for members in groups if len(members) == len(groups[-1])]
     for is_usual in (
-        lambda state: state.where.gradients,
+        lambda state: state.in_step,
         lambda state: not calls[state.rank].completed,
     ):
         unusual = [members for members in smallest if not any(map(is_usual, members))]
@@ -353,6 +350,15 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
     culprits = rest or ended or extra or waiting
     key = ("others", *(state.where.line for state in alive))
     return _diagnosis(states, alarm, culprits, lines, why, fix, key)
+
+
+def _optimizer_steps(states: Sequence[RankState]) -> list[str]:
+    """A line about how many optimizer steps the ranks have made; none if none has made any."""
+    known = [state for state in states if state.answered and state.returncode is None]
+    groups = group_by_text(known, lambda state: f"{state.optimizer_steps} times by ")
+    made = [text + name_ranks(state.rank for state in each) for text, each in groups.items()]
+    has_any = any(state.optimizer_steps for state in known)
+    return [f"optimizer.step() was called {', '.join(made)}"] if has_any else []
 
 
 def _exchange(one: RankState, other: RankState) -> bool:
@@ -539,6 +545,7 @@ def _diagnosis(
     fix: str,
     key: tuple[object, ...],
 ) -> Diagnosis:
+    lines = [*lines, *_optimizer_steps(states)]
     # The same error on all ranks, such as a failed import that the script expects, does not divide them.
     errors = {state.raised for state in states}
     raised = [state for state in states if state.raised and len(errors) > 1]

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from paceline.watch.crash import Error, find_own_error
 from paceline.watch.flight_recorder import arrivals, counts, table
 from paceline.watch.sampling import profile
-from paceline.watch.stacks import Stack, call_of, place_of_frame, stack_of
+from paceline.watch.stacks import Stack, call_of, is_in_step, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
 UNASKED = -1  # the number of an answer that a failing rank gives by itself; see launch/worker.py
@@ -54,6 +54,7 @@ class Probe:
         # because a signal handler may run in the thread that holds it.
         self._timer_lock = threading.RLock()
         self._ended = False
+        self.optimizer_steps = 0  # calls of optimizer.step() that have ended
         os.register_at_fork(
             before=self._disarm,
             after_in_parent=self._timer_lock.release,
@@ -62,6 +63,14 @@ class Probe:
         multiprocessing.util.register_after_fork(self, Probe._in_child)
         # The launcher has the file open under the same number, so it can be opened again.
         self._start(fd, f"/proc/{os.getppid()}/fd/{fd}")
+
+    def count_optimizer_steps(self) -> None:
+        """Count the calls of optimizer.step(), of all optimizers together. torch must be loaded."""
+
+        def count(*_: Any) -> None:
+            self.optimizer_steps += 1
+
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(count)
 
     def _start(self, fd: int, path: str = "") -> None:
         os.set_inheritable(fd, False)
@@ -169,7 +178,7 @@ class Probe:
             if ident != threading.get_ident() and names.get(ident) != PROBE_NAME:
                 thread = {"name": names.get(ident, "?"), "stack": stack_of(frame)}
                 if ident == self.main:
-                    threads.insert(0, thread | call_of(frame))
+                    threads.insert(0, thread | call_of(frame) | {"in_step": is_in_step(frame)})
                 else:
                     threads.append(thread)
         current_step = sys.modules.get("paceline.job.current_step")
@@ -177,6 +186,7 @@ class Probe:
             "time": time.time(),
             "threads": threads,
             "raised": self._raised(threads[0]["stack"]) if threads else None,
+            "optimizer_steps": self.optimizer_steps,
             "step": getattr(current_step, "step", 0),
             "stage": getattr(current_step, "stage", None),
             **table(),

@@ -141,6 +141,8 @@ class RankState:
         in_unreported_collective: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
         raised: The error that the script handles: its type, message and place. Empty if there is none.
+        in_step: Whether it is in a forward in training mode, in a backward, or in an optimizer.
+        optimizer_steps: How many calls of optimizer.step() have ended, of all optimizers together.
         step: Its training step; 0 if unknown.
         stage: Its stage of a pipeline; None without one.
         call: The function that its innermost line of the script calls.
@@ -161,6 +163,8 @@ class RankState:
     in_unreported_collective: bool = False
     answered: bool = True
     raised: str = ""
+    in_step: bool = False
+    optimizer_steps: int = 0
     step: int = 0
     stage: int | None = None
     where: StackSummary = StackSummary()
@@ -229,12 +233,20 @@ def read_calls(
     )
 
 
-def last_call(answer: Mapping[str, Any]) -> str:
-    """The collective that a rank entered last, from its answer; empty if it has none."""
+def last_call(answer: Mapping[str, Any], place: str) -> str:
+    """The collective that a rank entered last, and its line, from its answer; empty if it has none.
+
+    Args:
+        place: The line where the rank ended; empty if it runs.
+    """
     try:
         calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
-        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].tensor_text})" if calls else ""
-    except (AttributeError, IndexError, KeyError, TypeError):
+        if not calls:
+            return ""
+        place = place or read_stack(answer["threads"][0]["stack"], "").line
+        at = f" at {place}" if place else ""
+        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].tensor_text}){at}"
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return ""  # the script wrote into the launcher's socket
 
 

@@ -26,6 +26,8 @@ _LIBRARIES = (
 _PACKAGES = ("site-packages", "dist-packages")  # the second is Debian's, also in NVIDIA's images
 _CALL_CHARS = 60
 _CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STEPS = ("torch/autograd/", "torch/optim/", "torch/nn/utils/clip_grad.py")
+_FORWARD = "torch/nn/modules/module.py"
 _BOOTSTRAPS = ("multiprocessing/process.py", "threading.py")
 
 
@@ -114,6 +116,18 @@ def call_of(frame: FrameType | None) -> dict[str, Any]:
         frame = frame.f_back
     call = _called_function(frame.f_code, frame.f_lasti) if frame is not None else ""
     return {"call": call, "peer": peer}
+
+
+def is_in_step(frame: FrameType | None) -> bool:
+    """Whether a stack is in a forward of a module in training mode, in a backward, or in an optimizer."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _STEPS):
+            return True
+        if file.endswith(_FORWARD) and getattr(frame.f_locals.get("self"), "training", False):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _called_function(code: CodeType, offset: int) -> str:
