@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
     from paceline.data.batches import Batches as Batches
-    from paceline.errors import AuditError as AuditError
     from paceline.errors import CallbackError as CallbackError
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import CollectiveTimeout as CollectiveTimeout
@@ -83,7 +82,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "agree": "paceline.job.collectives",
-    "AuditError": "paceline.errors",
     "Batches": "paceline.data.batches",
     "BestCheckpoint": "paceline.training.callbacks",
     "Callback": "paceline.training.callbacks",

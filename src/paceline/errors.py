@@ -5,8 +5,7 @@
     |   `-- LauncherError            environment variables that are partial or contradict themselves
     |-- LaunchFailed                 `paceline run` or `spawn` could not start or finish its ranks
     |-- DataError
-    |   |-- SampleError              a dataset's `__getitem__` raised
-    |   `-- AuditError               an epoch lost samples or saw some twice
+    |   `-- SampleError              a dataset's `__getitem__` raised
     |-- StepError                    the training loop is used wrongly (a forgotten backward, a break)
     |   |-- LossError                the loss is not a scalar sum
     |   `-- CountError               counts that are negative, wrong, or sum to 0
@@ -114,12 +113,6 @@ class SampleError(DataError):
     """A dataset's `__getitem__` raised (`sample`, `samples`, `rank`, `worker`, `original`)."""
 
     attributes = ("sample", "samples", "rank", "worker", "original")
-
-
-class AuditError(DataError):
-    """An epoch lost samples or saw some twice (`expected`, `seen`; `lost`, `doubled` if it was one)."""
-
-    attributes = ("expected", "seen", "lost", "doubled")
 
 
 class StepError(PacelineError):

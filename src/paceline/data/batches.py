@@ -17,7 +17,6 @@ from paceline import log
 from paceline.clock.step_clock import DATA, clock
 from paceline.data.content import read_content
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
-from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, PlannedStep, Position, look_up
 from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
@@ -194,7 +193,6 @@ class Batches:
         self._threads = ComputeThreads(job, source.workers)
         self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
-        self._audited = False
 
     def __iter__(self) -> Iterator[Any]:
         """Not iterable: the steps come from a training. Raises StepError. Collective: none."""
@@ -291,8 +289,7 @@ class Batches:
     ) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`.
 
-        A new call discards what an earlier call has loaded ahead. The first epoch that is iterated to its
-        end is audited after its last step.
+        A new call discards what an earlier call has loaded ahead.
 
         Args:
             position: The first sample. The end of an epoch of a map-style dataset is the start of the next.
@@ -307,10 +304,8 @@ class Batches:
             StepError: a later call has started to iterate; with workers also: the micro-batches of a step are
                 read after those of a later step.
             RankDisagreement: the ranks read streams of different length.
-            AuditError: on all ranks, after an epoch that lost or repeated samples.
 
-        Collective: all ranks, with the same arguments. The audit is one reduction after the first epoch;
-        a stream adds one asynchronous reduction per step.
+        Collective: all ranks, with the same arguments. A stream adds one asynchronous reduction per step.
         """
         self._job.refuse_if_left()
         require_integers(0, epochs=epochs)
@@ -330,26 +325,8 @@ class Batches:
             if self._unregister is None:
                 self._unregister = self._job.on_leave(self.close)
             self._threads.lower()
-        steps = self._audited_steps(position, epochs, equal)
-        return steps if self._plan is not None else clock.each(DATA, steps)
-
-    def _audited_steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         steps = self._loader.steps(position, epochs, equal)
-        if not self._audited:
-            self._loader.epoch_audit = audit = EpochAudit(self._job, self._plan, position)
-            try:
-                for step in steps:
-                    yield step
-                    if step.ends_epoch:
-                        size = step.offset + step.num_samples
-                        audit.check(step.epoch, size, self._loader.num_own)
-                        self._audited = True
-                        break
-            finally:
-                # This iteration may be freed late, in a later one.
-                if self._loader.epoch_audit is audit:
-                    self._loader.epoch_audit = None
-        yield from steps
+        return steps if self._plan is not None else clock.each(DATA, steps)
 
     def close(self) -> None:
         """End the loader workers. Leaving the job also ends them. Collective: none."""

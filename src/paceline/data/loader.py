@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from paceline.data.device import to_device
-from paceline.data.epoch_audit import EpochAudit
 from paceline.data.plan import (
     Int64Array,
     MicroBatch,
@@ -37,16 +36,9 @@ _ALIGNMENT = 64  # bytes; torch allocates CPU memory at multiples of it
 
 
 class Loader(ABC):
-    """Gives the steps of a training on this rank.
-
-    Attributes:
-        epoch_audit: gets the ids of the samples that the loop gets, if it is not None.
-        num_own: of a stream that divides itself: samples that this rank read in the epoch; else None.
-    """
+    """Gives the steps of a training on this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self.epoch_audit: EpochAudit | None = None
-        self.num_own: int | None = None
         self._device = device
         self._run = 0
 
@@ -57,10 +49,8 @@ class Loader(ABC):
         With `equal`, each step has the same number of micro-batches on all ranks.
         """
 
-    def record_delivered(self, ids: torch.Tensor) -> None:
-        """Record that the loop gets these samples (int64, one dimension). Ghosts are not recorded."""
-        if self.epoch_audit is not None:
-            self.epoch_audit.add(ids)
+    def record_delivered(self, ids: torch.Tensor) -> None:  # noqa: B027 - a place for a hook
+        """Called when the loop gets these samples (int64, one dimension), but not ghosts; for `verify`."""
 
     def close(self) -> None:
         """End the loader workers."""
@@ -75,7 +65,7 @@ class Loader(ABC):
         if run != self._run:
             raise StepError(
                 "this iteration over the batches has ended: a later one was started, or they were closed.",
-                why="the batches are read, and audited, for one iteration at a time.",
+                why="the batches are read for one iteration at a time.",
                 fix="end one iteration before you start the next.",
             )
 

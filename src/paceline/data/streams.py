@@ -338,11 +338,8 @@ class StreamLoader(Loader):
         parts = self._parts(position, epochs, equal)
         for epoch in range(position.epoch, epochs):
             offset = position.offset if epoch == position.epoch else 0
-            self.num_own = None if self._divided is None else 0
             for part, n, ends in self._steps_of_epoch(parts, epoch, offset):
                 self._refuse_unless_current(run)
-                if self.num_own is not None:
-                    self.num_own += part.num_read
                 number = len(part.micro_batches)
                 if equal:
                     most = max_micro_batches(n, self._plan.micro_batch, self._plan.size)

@@ -303,7 +303,6 @@ class Training:
         Raises:
             StepError: a step was left without `update`; a rank left the loop alone.
             NonFinite: on all ranks, if the loss of a step was NaN or infinite.
-            AuditError: samples of the first epoch were lost or used twice.
             Preempted: on all ranks, after the same step and with it saved, if any rank received SIGTERM,
                 SIGUSR1 or SIGUSR2; it exits with code 75.
 
