@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from paceline.launch.hang_watch import HangWatch
 from paceline.launch.messages import JobInfo, render_failure
 from paceline.launch.node_exchange import NodeExchange
 from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_failure
+from paceline.watch.hang import diagnose
 from paceline.watch.rank_state import Call, RankState, StackSummary
 
 ERROR = Error(
@@ -155,6 +158,30 @@ def test_values_that_cannot_be_read_are_ignored(monkeypatch: pytest.MonkeyPatch,
     assert node.exchange_outcomes([], lambda: False) == ([], 0)
 
 
+def _with_one_wrong_type(value: Any) -> Iterator[Any]:
+    """Copies of a JSON value in which one part is of a type that another part has."""
+    yield from ([], {}, [[]], {"a": {}}, "1", 7, 0.5, None, True, 10**400)
+    if isinstance(value, dict):
+        yield from ({**value, k: wrong} for k in value for wrong in _with_one_wrong_type(value[k]))
+        yield {**value, "more": 0}
+    if isinstance(value, list):
+        for n in range(len(value)):
+            yield from ([*value[:n], w, *value[n + 1 :]] for w in _with_one_wrong_type(value[n]))
+
+
+def test_outcomes_of_wrong_types_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0)
+    mine, store = outcome(0, 2.0, LOST), HashStore()
+    for wrong in _with_one_wrong_type([dataclasses.asdict(outcome(1, 1.0))]):
+        store.set("outcomes/1", json.dumps(wrong))
+        found, _ = NodeExchange(store, 0, 2).exchange_outcomes([mine], lambda: True)
+        judged = find_first_failure([mine, *found])
+        assert judged is not None
+        assert render_failure(judged, INFO)
+        if found:
+            assert isinstance(found[0].rank, int)
+
+
 def test_outcomes_count_if_the_store_ends_afterwards() -> None:
     class Ending(PrefixStore):
         def set(self, key: str, value: str) -> None:
@@ -202,9 +229,13 @@ def test_states_of_ranks_arrive_whole() -> None:
     # An answer to an earlier request does not count.
     node.request_states(new=True)
     assert node.collect_states() == ([], False)
-    for text in ("", "[]", "7", '{"request": 2, "states": [{}]}'):
+    for text in ("", "[]", "7", "[" * 10_000):
         store.set("states/1", text)
         assert node.collect_states() == ([], False)
+    mine = dataclasses.replace(state, rank=0, last_numbers={})
+    for wrong in _with_one_wrong_type({"request": 2, "states": [dataclasses.asdict(state)]}):
+        store.set("states/1", json.dumps(wrong))
+        diagnose([mine, *node.collect_states()[0]], 2, 1.0)
 
 
 class _EndsBadlyLater:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def test_facts_of_another_version_are_compared_where_they_can_be() -> None:
     store.set("first", '{"paceline": "9.9", "host": "a", "address": "10.0.0.1", "new": 1}')
     first = NodeTable(store).publish("n1", dataclasses.replace(FIRST, nodes=None))  # type: ignore[arg-type]
     assert first.paceline == "9.9"
+
+
+@pytest.mark.parametrize("wrong", [{"number": "1"}, {"host": {}}, {"address": [1]}, {"nodes": 2}])
+def test_facts_of_wrong_types_are_ignored(wrong: dict[str, Any]) -> None:
+    store = HashStore()
+    store.set(repr("n0"), json.dumps(dataclasses.asdict(FIRST) | wrong))
+    table = NodeTable(store)
+    table.publish("n1", FIRST)
+    assert table.of(["n0", "n1"]) == {"n1": FIRST}
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -3,7 +3,7 @@
 After a failure each launcher publishes how its ranks ended, because a failing rank makes ranks of other nodes
 fail. In a hang each publishes the state of its ranks. The clocks of hosts are not compared: if ranks of
 two nodes failed independently, both failures are printed. torch does not authenticate the store, so values
-that cannot be parsed are ignored.
+that cannot be parsed, or have other types, are ignored.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch.distributed import Store
 
 from paceline.credentials import redact
-from paceline.watch.crash import Error, RankOutcome
-from paceline.watch.rank_state import Call, RankState, StackSummary
+from paceline.watch.crash import RankOutcome
+from paceline.watch.rank_state import RankState
 
 _POLL_S = 0.5
 # The other launchers notice a failure within one poll, and answer at once.
@@ -30,6 +30,8 @@ _FAILED = "failed"
 _DONE = "done"
 _LEFT = "left"
 _STATE_REQUESTS = "state requests"
+# Errors of `json.loads` and `from_json`.
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class NodeExchange:
@@ -142,10 +144,10 @@ class NodeExchange:
                 key = f"states/{node}"
                 answer = json.loads(self._store.get(key)) if self._has(key) else {}
                 if answer.get("request", -1) >= self._request:
-                    found += [_read_state(state) for state in answer["states"]]
+                    found += from_json(tuple[RankState, ...], answer["states"])
                 else:
                     complete = False
-            except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+            except (*UNREADABLE, AttributeError, RuntimeError):
                 complete = False
         return found, complete
 
@@ -169,12 +171,11 @@ class NodeExchange:
 
     def _read_outcomes(self, node: int) -> list[RankOutcome]:
         try:
-            return [
-                _read_outcome(outcome)
-                for outcome in json.loads(self._store.get(f"outcomes/{node}"))
-            ]
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            read = json.loads(self._store.get(f"outcomes/{node}"))
+            outcomes = from_json(tuple[RankOutcome, ...], read)
+        except UNREADABLE:
             return []
+        return [dataclasses.replace(outcome, elsewhere=True) for outcome in outcomes]
 
 
 def _brief(outcome: RankOutcome) -> RankOutcome:
@@ -185,13 +186,28 @@ def _brief(outcome: RankOutcome) -> RankOutcome:
     return dataclasses.replace(outcome, error=error, abort_message="")
 
 
-def _read_state(read: dict[str, Any]) -> RankState:
-    script = tuple(tuple(frame) for frame in read["where"]["script"])
-    calls = tuple(Call(**call | {"members": tuple(call["members"])}) for call in read["calls"])
-    parts = {"where": StackSummary(**read["where"] | {"script": script}), "calls": calls}
-    return RankState(**read | parts | {"workers": tuple(read["workers"])})
+def from_json(kind: Any, value: Any) -> Any:
+    """A value of this type, such as a dataclass, from what `json.loads` returned.
 
-
-def _read_outcome(read: dict[str, Any]) -> RankOutcome:
-    error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
-    return RankOutcome(**read | {"error": error, "elsewhere": True, "time": float(read["time"])})
+    Raises:
+        TypeError: the value, or a part of it, is of another type, or a field is missing.
+        KeyError: there is no such field.
+        OverflowError: an integer is too large for a float.
+    """
+    arguments = get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        kinds = get_type_hints(kind)
+        return kind(**{name: from_json(kinds[name], part) for name, part in value.items()})
+    if type(None) in arguments:
+        return value if value is None else from_json(arguments[0], value)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        parts = arguments if arguments[-1] is not ... else arguments[:1] * len(value)
+        if len(parts) == len(value):
+            return tuple(map(from_json, parts, value))
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        return {name: from_json(arguments[1], part) for name, part in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind}")
+    return value

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import Store
 
 import paceline
+from paceline.launch.node_exchange import UNREADABLE, from_json
 
 _FIRST = "first"
 _REFUSED = "refused"
@@ -117,7 +118,11 @@ class NodeTable:
 
     def refused(self) -> str:
         """When and why a node did not take part; empty if none was refused."""
-        return self._store.get(_REFUSED).decode() if self._store.check([_REFUSED]) else ""
+        return (
+            self._store.get(_REFUSED).decode(errors="replace")
+            if self._store.check([_REFUSED])
+            else ""
+        )
 
     def of(self, nodes: Sequence[Any]) -> dict[Any, NodeFacts]:
         """The facts of these nodes; without those that have published none."""
@@ -166,8 +171,10 @@ def describe(
 
 def _read(data: bytes) -> NodeFacts | None:
     # Another version of paceline may have other fields.
+    names = [field.name for field in dataclasses.fields(NodeFacts)]
     try:
-        read = json.loads(data)
-        return NodeFacts(**{f.name: read.get(f.name) for f in dataclasses.fields(NodeFacts)})
-    except (ValueError, AttributeError):
+        read = dict.fromkeys(names, "") | {"number": None} | json.loads(data)
+        facts: NodeFacts = from_json(NodeFacts, {name: read[name] for name in names})
+        return facts
+    except UNREADABLE:
         return None
