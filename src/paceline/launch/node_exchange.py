@@ -195,7 +195,7 @@ def from_json(kind: Any, value: Any) -> Any:
         OverflowError: an integer is too large for a float.
     """
     arguments = get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+    if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         kinds = get_type_hints(kind)
         return kind(**{name: from_json(kinds[name], part) for name, part in value.items()})
     if type(None) in arguments:
