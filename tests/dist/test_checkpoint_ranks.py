@@ -297,15 +297,15 @@ def _poisoned(job: Any, folder: str) -> None:
             step.backward(loss, count=len(y), reduction="sum")
         step.update()
         if step.number == 6:
-            frozen = nn.Parameter(torch.tensor([1.0, float("nan")]), requires_grad=False)
-            model.register_parameter("frozen", frozen)
+            # No forward uses it, so that the loss stays finite.
+            model.register_parameter("unused", nn.Parameter(torch.tensor([1.0, float("nan")])))
             training.save()
 
 
 def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_poisoned, str(tmp_path), nproc=3):
         assert isinstance(outcome.error, NonFinite), outcome.text
-        assert outcome.error.parameters == ["frozen"]
+        assert outcome.error.parameters == ["unused"]
         assert outcome.error.step == 6
     assert committed(open_store(tmp_path)) == []
 
@@ -421,7 +421,7 @@ def _two_folders(job: Any, folder: str) -> list[str]:
     paceline.Checkpoints(f"{folder}/a").save(job, 1, {"w": torch.ones(3)})
     bad = {"w": torch.tensor([float("nan")])}
     try:
-        paceline.Checkpoints(f"{folder}/b").save(job, 1, bad, finite_prefix="w")
+        paceline.Checkpoints(f"{folder}/b").save(job, 1, bad, finite=["w"])
     except NonFinite as error:
         return error.parameters
     return []

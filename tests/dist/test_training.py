@@ -1194,13 +1194,10 @@ def test_parameters_that_change_between_steps_are_named_at_once(kind: str) -> No
 
 def _not_finite(job: Any, kind: str) -> None:
     training = _training(job)
-    for step in training.steps(until=3 if kind == "last gradient" else 40):
+    for step in training.steps(until=40):
         for batch in step:
             loss = loss_sum(training.models[0], batch)
-            if kind == "last gradient" and step.number == 3:
-                weight = paceline.unwrap(training.models[0])[3].weight
-                loss = loss + (weight * 0).abs().sqrt().sum()  # finite, with a gradient of NaN
-            elif step.number == 5 and job.rank == job.world_size - 1:
+            if step.number == 5 and job.rank == job.world_size - 1:
                 loss = loss * float("nan")
             step.backward(loss, count=len(batch[1]), reduction="sum")
         step.update(clip_norm=1.0 if kind == "clipped loss" else None)
@@ -1357,7 +1354,7 @@ def _infinite_mask(job: Any, folder: str) -> int:
     model = paceline.ddp(job, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_data(), global_batch=6)
-    checkpoints = paceline.Checkpoints(folder, every_steps=1) if folder else None
+    checkpoints = paceline.Checkpoints(folder, every_steps=1)
     training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     for step in training.steps(until=2):
         for batch in step:
@@ -1366,31 +1363,11 @@ def _infinite_mask(job: Any, folder: str) -> int:
     return training.number
 
 
-def _diverged_statistics(job: Any, folder: str) -> None:
-    model = paceline.ddp(job, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, make_data(), global_batch=6)
-    checkpoints = paceline.Checkpoints(folder, every_steps=1)
-    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
-    for step in training.steps(until=2):
-        for batch in step:
-            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
-        step.update()
-        paceline.unwrap(model)[1].running_var.fill_(math.inf)
-
-
-def test_infinite_statistics_are_not_saved(tmp_path: Path) -> None:
-    for outcome in run_failing_ranks(_diverged_statistics, str(tmp_path), nproc=1):
-        assert isinstance(outcome.error, NonFinite), outcome.text
-        assert outcome.error.parameters == ["1.running_var"]
-
-
 def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
-    for folder in ("", str(tmp_path)):
-        assert run_ranks(_infinite_mask, folder, nproc=2) == [2, 2]
+    assert run_ranks(_infinite_mask, str(tmp_path), nproc=2) == [2, 2]
 
 
-@pytest.mark.parametrize("kind", ["loss", "clipped loss", "last gradient"])
+@pytest.mark.parametrize("kind", ["loss", "clipped loss"])
 @pytest.mark.parametrize(
     ("nproc", "backend"), [pytest.param(1, "shm", marks=SLOW), (2, "gloo"), (3, "shm")]
 )
@@ -1402,10 +1379,7 @@ def test_nan_is_found_on_all_ranks(
         assert isinstance(outcome.error, NonFinite), outcome.text
         if kind == "clipped loss":
             assert outcome.error.parameters == ["0.weight", "0.bias", "3.weight", "3.bias"]
-        if "loss" in kind:
-            assert (outcome.error.step, outcome.error.ranks) == (5, [nproc - 1])
-        else:  # found when the training ends
-            assert "3.weight holds NaN or infinity after step 3." in str(outcome.error)
+        assert (outcome.error.step, outcome.error.ranks) == (5, [nproc - 1])
 
 
 # Memory, precision, the host name.

@@ -550,10 +550,10 @@ def test_the_sum_of_large_weights_may_overflow_and_complex_ones_are_examined(
 ) -> None:
     checkpoints = paceline.Checkpoints(tmp_path)
     large = {"models": [{"w": torch.full((4,), 1e308, dtype=torch.float64)}]}
-    checkpoints.save(job, 1, large, finite_prefix="models.")
+    checkpoints.save(job, 1, large, finite=["models.0.w"])
     bad = {"models": [{"w": torch.tensor([complex(1, math.nan)])}]}
     with pytest.raises(NonFinite, match="w holds NaN"):
-        checkpoints.save(job, 2, bad, finite_prefix="models.")
+        checkpoints.save(job, 2, bad, finite=["models.0.w"])
 
 
 @pytest.mark.parametrize("every_s", [True, math.inf, math.nan, 0, -1.0, "often"])
@@ -566,7 +566,7 @@ def test_an_interval_that_is_no_number_of_seconds_is_refused(every_s: Any) -> No
 def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, value: float) -> None:
     state = {"models": [{"ok": torch.full((9,), 3e38), "bad": torch.tensor([1.0, value])}]}
     with pytest.raises(NonFinite, match=r"^bad holds NaN or infinity; step 4 was not saved"):
-        paceline.Checkpoints(tmp_path).save(job, 4, state, finite_prefix="models.")
+        paceline.Checkpoints(tmp_path).save(job, 4, state, finite=["models.0.ok", "models.0.bad"])
     assert committed(open_store(tmp_path)) == []
 
 

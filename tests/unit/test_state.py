@@ -13,7 +13,6 @@ from torch import nn
 
 from paceline.errors import CheckpointError
 from paceline.training import state
-from paceline.training.finite_weights import may_be_infinite
 
 Case = tuple[list[nn.Module], list[torch.optim.Optimizer]]
 
@@ -152,46 +151,6 @@ def test_training_continues_from_a_loaded_state(make: Callable[[], Case]) -> Non
     for case in (source, target):
         _train(case)
     assert _values(target) == _values(source)
-
-
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, in an import
-def test_names_do_not_depend_on_wrappers() -> None:
-    plain = _net()
-    compiled = _net()
-    compiled[2] = torch.compile(compiled[2], backend="eager")
-    whole = torch.compile(compiled, backend="eager")
-    cases = [([m], [torch.optim.AdamW(m.parameters())]) for m in (plain, whole)]
-    names = [list(state.save(*case)["models"][0]) for case in cases]  # type: ignore[arg-type]
-    assert names[0] == names[1]
-    _train(cases[0])  # type: ignore[arg-type]
-    state.load(*cases[1], state.save(*cases[0]))  # type: ignore[arg-type]
-    assert _values(cases[1]) == _values(cases[0])  # type: ignore[arg-type]
-    found = state.save(*cases[1])["optimizers"][0]  # type: ignore[arg-type]
-    assert list(found["state"]) == [
-        "0.0.weight",
-        "0.0.bias",
-        "0.1.weight",
-        "0.1.bias",
-        "0.2.weight",
-        "0.2.bias",
-    ]
-    assert found["param_groups"][0]["params"] == list(found["state"])
-
-
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, in an import
-def test_tensors_that_may_be_infinite_have_the_names_of_the_saved_state() -> None:
-    masked = nn.Linear(3, 3)
-    masked.register_buffer("mask", torch.full((3, 3), -torch.inf))
-    masked.register_parameter("floor", nn.Parameter(torch.zeros(3), requires_grad=False))
-    model = nn.Sequential(torch.compile(masked, backend="eager"), nn.BatchNorm1d(3))
-    found = may_be_infinite([model])
-    assert sorted(found) == [
-        "models.0.0.floor",
-        "models.0.0.mask",
-        "models.0.1.num_batches_tracked",
-    ]
-    saved = state.save([model], [])["models"][0]
-    assert {path.removeprefix("models.0.") for path in found} <= saved.keys()
 
 
 def test_weights_of_another_model_are_refused_with_a_fix_that_exists(tmp_path: Path) -> None:

@@ -178,8 +178,7 @@ class Checkpoints:
         best: bool = False,
         wait: bool = True,
         steady: Collection[torch.Tensor] = (),
-        finite_prefix: str = "",
-        may_be_infinite: Collection[str] = (),
+        finite: Collection[str] = (),
     ) -> None:
         """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
 
@@ -193,14 +192,13 @@ class Checkpoints:
             best: Keep it until another one is saved as the best.
             wait: Return when it is saved; otherwise `finish` reports an error.
             steady: Tensors of `state` that do not change until `wait_until_copied` has returned.
-            finite_prefix: Prefix of the paths of tensors that must not hold NaN or infinity.
-            may_be_infinite: Paths of those among them that may hold infinity, such as "models.0.mask".
+            finite: Paths of tensors that must not hold NaN or infinity, such as "models.0.weight".
 
         Raises:
             ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
             CheckpointError: on all ranks: the state cannot be saved, or another job saves there.
-            NonFinite: on all ranks, if `wait`; see `finite_prefix`.
+            NonFinite: on all ranks, if `wait`; see `finite`.
 
         Collective: all ranks, same step.
         """
@@ -227,8 +225,7 @@ class Checkpoints:
             attempt=f"{self._token}-{self._attempts}",
             best=best,
             tree=tree,
-            finite_prefix=finite_prefix,
-            may_be_infinite=may_be_infinite,
+            finite=finite,
             ownership=self._ownership,
             prune=self._prune,
         )

@@ -130,23 +130,18 @@ class Staging:
         """Return when everything is copied."""
         self._done.wait()
 
-    def non_finite(self, prefix: str, may_be_infinite: Collection[str]) -> str | None:
-        """The first tensor with this prefix that holds NaN or infinity in this rank's share."""
+    def non_finite(self, names: Collection[str]) -> str | None:
+        """The first of these tensors that holds NaN or infinity in this rank's share."""
         for piece in self.layout.mine:
-            can_hold_nan = piece.dtype.is_floating_point or piece.dtype.is_complex
-            if piece.name.startswith(prefix) and can_hold_nan and piece.size_bytes:
+            is_floating = piece.dtype.is_floating_point or piece.dtype.is_complex
+            if piece.name in names and is_floating and piece.size_bytes:
                 part = self.bytes[piece.offset : piece.offset + piece.size_bytes]
                 values = part.view(piece.dtype)
                 if piece.dtype.is_complex:
                     values = torch.view_as_real(values)
-                # A finite sum proves that all values are finite, and allocates nothing. It may overflow, so
-                # an infinite one proves nothing.
-                total = values.sum(dtype=torch.float64)
-                if total.isfinite():
-                    continue
-                values = values.double()
-                is_right = ~values.isnan() if piece.name in may_be_infinite else values.isfinite()
-                if not is_right.all():
+                # A finite sum proves that all values are finite, and allocates nothing. It may overflow.
+                is_finite = values.sum(dtype=torch.float64).isfinite()
+                if not is_finite and not values.double().isfinite().all():
                     return piece.name
         return None
 
@@ -203,8 +198,7 @@ class Save:
         folder: Its name once it is committed, equal on all ranks.
         attempt: Equal on all ranks, and different for each save.
         tree: The values for JSON; those of rank 0 are written.
-        finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
-        may_be_infinite: Names of those among them that may hold infinity, but not NaN.
+        finite: Names of tensors that must be finite.
         ownership: Of the folder, on rank 0; None on the others.
         prune: Applies retention; called on rank 0 after the commit.
 
@@ -224,8 +218,7 @@ class Save:
         attempt: str,
         best: bool,
         tree: Any,
-        finite_prefix: str,
-        may_be_infinite: Collection[str],
+        finite: Collection[str],
         ownership: Ownership | None,
         prune: Callable[[], None],
     ) -> None:
@@ -239,7 +232,7 @@ class Save:
         self._scratch = store.scratch(folder, attempt)
         self._best, self._tree, self._prune = best, tree, prune
         self._ownership = ownership
-        self._finite_prefix, self._may_be_infinite = finite_prefix, frozenset(may_be_infinite)
+        self._finite = frozenset(finite)
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
         self._marks: dist.Store | None = (
@@ -295,9 +288,7 @@ class Save:
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
-            name = None
-            if self._finite_prefix:
-                name = self.staging.non_finite(self._finite_prefix, self._may_be_infinite)
+            name = self.staging.non_finite(self._finite)
             if name is not None:
                 return {"kind": "non-finite", "text": name}
             digests: list[str] = []

@@ -10,7 +10,7 @@ The functions of `torch.distributed.checkpoint.state_dict` give the same names b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -203,11 +203,10 @@ def templates(
     return lambda path: known.get(match(path), known.get(path.rpartition(".")[0]))
 
 
-def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a model, under the names of its saved state."""
-    model = unwrap(model)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        yield plain_name(model, name), tensor
+def trained_paths(models: Models) -> list[str]:
+    """The paths in a saved state of the parameters that are trained."""
+    names = _parameter_names(models).values()
+    return [f"models.{name}" for name, p in names if p.requires_grad]
 
 
 def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:

@@ -46,7 +46,6 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
-from paceline.training.finite_weights import may_be_infinite, refuse_non_finite_weights
 from paceline.training.loop_state import LoopState
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
@@ -694,8 +693,6 @@ class Training:
             checkpoints.finish(self.job)
         if checkpoints is not None and checkpoints.last_saved != self.number:
             self._save(checkpoints, wait=True)
-        else:
-            refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
         self._report.advise()
 
@@ -724,8 +721,7 @@ class Training:
             best=best,
             wait=wait,
             steady=steady,
-            finite_prefix="models.",
-            may_be_infinite=may_be_infinite(self.models),
+            finite=self._state.trained_paths(),
         )
 
     def _wait_for_copies(self) -> None:

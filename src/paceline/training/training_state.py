@@ -240,6 +240,10 @@ class TrainingState:
         _, tensors = codec.encode({"kept": kept, "optional": kept})
         return state.templates(self._models, self._optimizers, tensors)
 
+    def trained_paths(self) -> list[str]:
+        """The paths in the state of the parameters that are trained."""
+        return state.trained_paths(self._models)
+
     def size_bytes(self) -> int:
         """The size of models and optimizers in a checkpoint."""
         _, tensors = codec.encode(state.save(self._models, self._optimizers))
