@@ -289,23 +289,28 @@ def test_a_failed_last_save_is_an_error_with_its_exit_code(tmp_path: Path) -> No
 
 
 def _poisoned(job: Any, folder: str) -> None:
-    training = _training(job, folder)
-    model = paceline.unwrap(training.models[0])
+    model = paceline.ddp(job, nn.Linear(5, 1))
+    training = paceline.Training(
+        job,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        paceline.Batches(job, TensorDataset(torch.randn(48, 5)), global_batch=8),
+        on_non_finite="skip",  # so that the loss is no error
+        checkpoints=paceline.Checkpoints(folder),
+    )
     for step in training.steps():  # without end, so that nothing but the control word can tell
-        for x, y in step:
-            loss = F.mse_loss(training.models[0](x), y, reduction="sum")
-            step.backward(loss, count=len(y), reduction="sum")
+        for (x,) in step:
+            step.backward(model(x).square().mean())
         step.update()
         if step.number == 6:
-            # No forward uses it, so that the loss stays finite.
-            model.register_parameter("unused", nn.Parameter(torch.tensor([1.0, float("nan")])))
+            paceline.unwrap(model).bias.data.fill_(float("nan"))
             training.save()
 
 
 def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_poisoned, str(tmp_path), nproc=3):
         assert isinstance(outcome.error, NonFinite), outcome.text
-        assert outcome.error.parameters == ["unused"]
+        assert outcome.error.parameters == ["bias"]
         assert outcome.error.step == 6
     assert committed(open_store(tmp_path)) == []
 
