@@ -82,6 +82,11 @@ for number in range(3):
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
 """
+_REDUCE_SCATTER = """
+if rank == 1:
+    time.sleep(600) # STUCK
+dist.reduce_scatter(torch.ones(3), [torch.ones(3)] * world) # WAITS
+"""
 _UNEVEN = """
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 model = torch.nn.parallel.DistributedDataParallel(model)
@@ -152,6 +157,9 @@ KINDS: dict[str, Kind] = {
     ),
     "raised an error, and cleans up": Kind(
         _RAISES.replace("FINALLY", "time.sleep(600)"), (ALL_REDUCE, "in time.sleep", _RAISED)
+    ),
+    "skips a reduce_scatter": Kind(
+        _REDUCE_SCATTER, ("in reduce_scatter #4 (f32[3]) at train.py:{WAITS}",), backend="gloo"
     ),
     "has more batches": Kind(
         _UNEVEN,

@@ -174,6 +174,27 @@ def test_of_two_ranks_the_one_that_called_by_hand_is_named(by_hand: int) -> None
     assert found.culprits == (by_hand,)
 
 
+C10D = "/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "called", "name"),
+    [
+        ([(C10D, 1, "reduce_scatter_single"), (C10D, 2, "reduce_scatter_tensor")], "", "reduce_sc"),
+        ([(C10D, 1, "all_reduce")], "dist.all_reduce", "all_reduce"),
+        ([], "dist.reduce_scatter(x, y, async_op=True).wait", "reduce_scatter"),
+        ([], "work.wait", "all_reduce or reduce_scatter"),
+    ],
+)
+def test_a_reduce_scatter_of_gloo_is_not_called_an_all_reduce(
+    stack: list[tuple[str, int, str]], called: str, name: str
+) -> None:
+    """Gloo runs it as an all_reduce, and the flight recorder shows that."""
+    where = read_stack([*stack, *TRAIN], "/a")
+    waits = rank(0, call(members=(0, 1)), where=where, call=called)
+    assert f"waited 12 s in {name}" in verdict(waits, absent(), world=2).text
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

@@ -399,10 +399,21 @@ def _call_text(call: Call, state: RankState) -> str:
         notes.append(f"group of {name_ranks(call.members)}{axis}")
     within = state.where.in_paceline and not call.completed
     return (
-        f"{call.name} #{call.number}"
+        f"{_call_name(call, state)} #{call.number}"
         + (f" ({', '.join(notes)})" if notes else "")
         + (f" of {_torch_call_text(state)}" if within else "")
     )
+
+
+def _call_name(call: Call, state: RankState) -> str:
+    # Gloo runs a reduce_scatter as an all_reduce, and records that. The stack has the function, unless the
+    # script waits for a work that it began before.
+    if (call.name, call.backend, call.completed) != ("all_reduce", "gloo", False):
+        return call.name
+    if state.where.reduce_scatter or "reduce_scatter" in state.call:
+        return "reduce_scatter"
+    is_later = state.call.rpartition(".")[2] in ("wait", "wait_tensor")
+    return "all_reduce or reduce_scatter" if is_later else call.name
 
 
 def _is_same(call: Call | None, other: Call) -> bool:

@@ -96,6 +96,7 @@ class StackSummary:
         torch_call: The function of torch.distributed or Paceline that the script called, and in which it
             waits for other ranks, such as `recv` or `paceline's evaluate`; empty if there is none.
         waits: Whether its innermost frame is there, so it does nothing else, such as pickle an object.
+        reduce_scatter: Whether it is in a reduce_scatter.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
@@ -105,6 +106,7 @@ class StackSummary:
     script: tuple[Frame, ...] = ()
     torch_call: str = ""
     waits: bool = False
+    reduce_scatter: bool = False
     gradients: bool = False
     loader: bool = False
     lock: bool = False
@@ -284,6 +286,10 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
         script=script,
         torch_call=torch_call,
         waits=waits,
+        reduce_scatter=any(
+            "torch/distributed/" in file and "reduce_scatter" in function
+            for file, _, function in stack[: len(inner)]
+        ),
         gradients=any("torch/autograd/" in file for file in inner),
         loader=any(file.endswith(_LOADERS) for file in inner),
         lock=any(file.endswith(_LOCKS) for file in inner),
