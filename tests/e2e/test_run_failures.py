@@ -35,7 +35,6 @@ work(dist.get_rank())
 
 
 def test_the_original_error_comes_first_and_the_rest_is_in_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
     secrets = {"NCCL_TOKEN": "sesame", "SLURM_API_KEY": "sesame", "AWS_REGION": "sesame"}
     words = "--nproc-per-node=3 --log-dir=logs"
     done = run(words, CRASH, tmp_path, NCCL_DEBUG="WARN", **secrets)
@@ -51,7 +50,7 @@ def test_the_original_error_comes_first_and_the_rest_is_in_a_folder(tmp_path: Pa
     assert (tmp_path / "log1.txt").read_text() == "last words"
 
     folder = tmp_path / lines[-1].rpartition(" of the ranks here are in ")[2]
-    assert folder.parent == tmp_path / "logs"
+    assert list((tmp_path / "logs").iterdir()) == [folder]
     assert "rank 1 of 3 failed: ValueError" in (folder / "verdict.txt").read_text()
     assert "printed by 0" in (folder / "rank0-output.txt").read_text()
     assert "bad sample 17" in (folder / "rank1-error.txt").read_text()

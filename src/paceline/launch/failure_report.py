@@ -9,7 +9,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -23,7 +23,6 @@ from paceline.launch.local_ranks import Rank
 from paceline.machine import private_folder
 from paceline.watch.crash import RankOutcome
 
-_KEPT_REPORTS = 10  # in the temporary folder; each may have a megabyte of stacks and logs
 _PREFIXES = (
     *("CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PACELINE_", "PET_"),
     *("PYTHON", "RANK", "SLURM_", "TORCH", "WORLD_SIZE"),
@@ -35,6 +34,8 @@ def write(
     ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], text: str, log_dir: str | None
 ) -> str:
     """Write the report in `log_dir`, or else in the temporary folder; returns its path.
+
+    No report is ever removed.
 
     Raises:
         OSError: it cannot be written.
@@ -55,17 +56,17 @@ def write(
 
 
 def _folder(log_dir: str | None) -> str:
+    now = time.strftime("%Y%m%d-%H%M%S")
     if log_dir is not None:
-        return tempfile.mkdtemp(prefix="failure-", dir=log_dir)
-    try:
-        private = private_folder(Path(tempfile.gettempdir()))
-    except ConfigError:  # another user took the name
-        return tempfile.mkdtemp(prefix="paceline-failure-")
-    reports = private / "reports"
-    reports.mkdir(exist_ok=True)
-    for old in sorted(reports.iterdir())[: -_KEPT_REPORTS + 1]:
-        shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
+        reports = Path(log_dir)
+    else:
+        try:
+            reports = private_folder(Path(tempfile.gettempdir())) / "reports"
+        except ConfigError:  # another user took the name
+            return tempfile.mkdtemp(prefix=f"paceline-failure-{now}-")
+    reports.mkdir(parents=True, exist_ok=True)
+    # The nodes of a job may share the folder.
+    return tempfile.mkdtemp(prefix=f"failure-{now}-{socket.gethostname()}-", dir=reports)
 
 
 def _versions() -> dict[str, str]:

@@ -269,9 +269,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = _DEFAULT_PORT
-    uses_logs = bool(
-        args.log_dir or args.redirects != "0" or args.tee != "0" or args.logs_specs is not None
-    )
+    # --log-dir alone is the folder for reports of failures.
+    uses_logs = args.redirects != "0" or args.tee != "0" or args.logs_specs is not None
     config = _configure(args, uses_logs)
     if address is None and args.node_rank and args.rdzv_backend not in ("static", "c10d"):
         notes.append(f"--node-rank is not used with --rdzv-backend={args.rdzv_backend}")

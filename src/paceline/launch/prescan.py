@@ -21,11 +21,11 @@ NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processe
 
 # With these options and variables ranks are not started early: they change the start or the output of ranks.
 _NO_EARLY_START = (
-    *("-h", "--help", "--no-python", "--run-path", "--numa-binding", "--log-dir"),
+    *("-h", "--help", "--no-python", "--run-path", "--numa-binding"),
     *("-r", "--redirects", "-t", "--tee", "--logs-specs", "--start-method"),
 )
 _NO_EARLY_START_VARIABLES = tuple(
-    f"PET_{name}" for name in ("NO_PYTHON", "RUN_PATH", "LOG_DIR", "REDIRECTS", "TEE")
+    f"PET_{name}" for name in ("NO_PYTHON", "RUN_PATH", "REDIRECTS", "TEE")
 )
 
 

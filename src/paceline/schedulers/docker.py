@@ -223,7 +223,7 @@ def _is_path(requirement: str) -> bool:
 
 
 def _dockerfile(request: JobRequest, options: argparse.Namespace, build: str) -> str:
-    command = json.dumps(request.command(), ensure_ascii=False)
+    command = json.dumps(request.command(_log_dir(request)), ensure_ascii=False)
     base = options.base.partition("@")[0]
     return f"""# syntax=docker/dockerfile:1
 # Written by `paceline job docker`. Change it as you like; it holds no secrets.
@@ -253,6 +253,11 @@ USER ${{UID}}
 # One node. compose.yaml and the files of `paceline job k8s` have commands of their own.
 CMD {command}
 """
+
+
+def _log_dir(request: JobRequest) -> str:
+    """The option for reports of failures, which outlive the container in the run folder."""
+    return f"--log-dir={request.run_folder or RUN_FOLDER}"
 
 
 def _install_steps(options: argparse.Namespace) -> str:
@@ -287,9 +292,9 @@ def _compose(
 def _service(
     request: JobRequest, options: argparse.Namespace, image: str, folder: str, node: int
 ) -> dict[str, Any]:
-    launch = []
+    launch = [_log_dir(request)]
     if request.nodes > 1:
-        launch = [
+        launch += [
             f"--nnodes={request.nodes}",
             f"--node-rank={node}",
             f"--host=node-0:{PORT}",

@@ -417,9 +417,9 @@ class _Writer:
         }
 
     def _command(self) -> list[str]:
-        launch = []
+        launch = [f"--log-dir={self.run_folder}"]  # reports of failures outlive the pod
         if self.request.nodes > 1:
-            launch = [
+            launch += [
                 f"--nnodes={self.request.nodes}",
                 "--node-rank=$(JOB_COMPLETION_INDEX)",
                 f"--host={self.host}:{PORT}",

@@ -173,7 +173,8 @@ def _body(request: JobRequest, options: argparse.Namespace) -> list[str]:
     # The launcher's own limit must end before that of Slurm.
     lines.append(f"export {SHUTDOWN_TIMEOUT}={request.grace_s}")
     # The number of nodes, the number of this node and the first host come from Slurm.
-    command = shlex.join(request.command())
+    # Reports of failures are beside the output.
+    command = shlex.join(request.command(f"--log-dir={request.run_folder or '.'}"))
     preempted = int(ExitCode.PREEMPTED)
     return [
         *lines,
