@@ -1,4 +1,4 @@
-"""Draw hang.svg, the picture of the README: `paceline run` explains a hang of a script for torchrun.
+"""Draw hang.svg, the picture of the README: `paceline run` explains why a script for torchrun makes no progress.
 
     python docs/assets/hang.py
 
