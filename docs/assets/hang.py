@@ -1,4 +1,4 @@
-"""Draw hang.svg, the picture of the README: `paceline run` explains why a script for torchrun makes no progress.
+"""Draw hang.svg, the picture of the README: `paceline run` explains why a script makes no progress.
 
     python docs/assets/hang.py
 
