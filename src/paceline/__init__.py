@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from paceline.metrics.json_lines import JSONLines as JSONLines
     from paceline.metrics.logger import Logger as Logger
     from paceline.metrics.mlflow import MLflow as MLflow
-    from paceline.metrics.opentelemetry import OpenTelemetry as OpenTelemetry
     from paceline.metrics.prometheus import Prometheus as Prometheus
     from paceline.metrics.step_loss import StepLoss as StepLoss
     from paceline.metrics.tensorboard import TensorBoard as TensorBoard
@@ -146,7 +145,6 @@ _HOMES = {
     "Training": "paceline.training.training",
     "unwrap": "paceline.parallel.modules",
     "Validation": "paceline.training.trainer",
-    "OpenTelemetry": "paceline.metrics.opentelemetry",
     "Prometheus": "paceline.metrics.prometheus",
     "WandB": "paceline.metrics.wandb",
 }

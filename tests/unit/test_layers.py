@@ -50,7 +50,6 @@ MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
     "mpi/world.py": "mpi4py is optional, and its import loads the MPI library",
     "metrics/mlflow.py": "mlflow is optional",
-    "metrics/opentelemetry.py": "opentelemetry-api is optional",
     "metrics/prometheus.py": "prometheus_client is optional",
     "metrics/tensorboard.py": "tensorboard is optional",
     "metrics/wandb.py": "wandb is optional",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from paceline.doctor.facts import Facts, gather
 from paceline.doctor.links import Listener, measure, rounds
 from paceline.errors import PacelineError
-from paceline.job import environment, pmi, rendezvous, store_exchange
+from paceline.job import environment, rendezvous, store_exchange
 from paceline.job.environment import RankInfo
 from paceline.job.job import Job
 from paceline.job.network import addresses_of, source_address
@@ -50,7 +50,6 @@ def examine(folder: Path | None) -> Facts:
     if info.world_size == 1:
         alone = {"ranks": [facts], "links": [], "reduce": [_reduce_alone()], "shared": None}
         return alone | {"prints": True}
-    info = pmi.with_master(info, os.environ, timeout_s=_TIMEOUT_S)
     store = dist.PrefixStore("doctor", rendezvous.meet(info, timeout_s=_TIMEOUT_S))
     ranks = _exchange(store, info, "facts", facts)
     hosts = [f["rank"] for f in ranks if f["local_rank"] == 0]

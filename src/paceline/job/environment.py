@@ -34,7 +34,7 @@ class RankInfo:
 
     Attributes:
         master: "host:port" of the store, if the launcher or the user named it. Without it the ranks of one
-            host meet through a file; for those of several hosts, which Hydra started, see `pmi`.
+            host meet through a file.
         job_key: identifies the job: on one host, or on all if they compute the port of `master`. None if the
             launcher names no job (MPICH); on one host the process that started the rank identifies it then.
         restarts: how often the launcher has restarted the job.
@@ -155,11 +155,11 @@ def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
         host = _host_of_mpirun(environ)
         if not host or job is None:
             why = "the variables of mpirun have no name and no IPv4 address of its own host."
-            raise unknown_host(why, option="-x {}={}")
+            raise _unknown_host(why, option="-x {}={}")
         # The server of this host is mpirun itself if its number is 0.
         if environ[OPEN_MPI[0]] == "0" and ".0;" not in server:
             why = "the variables of mpirun name only its own host, and rank 0 is on another one."
-            raise unknown_host(why, option="-x {}={}")
+            raise _unknown_host(why, option="-x {}={}")
         master = f"{host}:{computed_port(job)}"
     return _mpi(environ, OPEN_MPI, job, master)
 
@@ -174,10 +174,15 @@ def _host_of_mpirun(environ: Mapping[str, str]) -> str:
 
 def _hydra(environ: Mapping[str, str]) -> RankInfo:
     # No variable of Hydra names the job: HYDI_CONTROL_FD is 7 in all of them.
-    return _mpi(environ, HYDRA, None, _named_master(environ))
+    info = _mpi(environ, HYDRA, None, _named_master(environ))
+    if not info.one_host and info.master is None:
+        raise _unknown_host(
+            "mpiexec of MPICH and Intel MPI tells no rank of another host.", option="-genv {} {}"
+        )
+    return info
 
 
-def unknown_host(why: str, *, option: str) -> LauncherError:
+def _unknown_host(why: str, *, option: str) -> LauncherError:
     """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0.
 
     Args:

@@ -35,7 +35,7 @@ from paceline.errors import (
     rank_location,
     refuse_different_values,
 )
-from paceline.job import current_step, environment, failures, pmi, ray, rendezvous, store_exchange
+from paceline.job import current_step, environment, failures, ray, rendezvous, store_exchange
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.forks import wait_before_forks
@@ -405,7 +405,6 @@ def current() -> Job | None:
 
 
 def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Store | None) -> None:
-    info = pmi.with_master(info, os.environ, timeout_s=job.timeout_s)
     if job.one_host:
         # Otherwise Gloo resolves the host name, which may take half a second or give another host.
         job.set_variable("GLOO_SOCKET_IFNAME", "lo")
