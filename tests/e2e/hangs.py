@@ -234,13 +234,14 @@ with paceline.join(device="cpu", backend="BACKEND") as job:
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     model = paceline.ddp(job, torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, data, global_batch=16)
+    batches = paceline.Batches(job, data, global_batch=16, micro_batch=2)
     saves = paceline.Checkpoints("saved", every_epochs=9)
     training = paceline.Training(job, model, optimizer, batches, checkpoints=saves)
     extra("loop")
     for step in training.steps(epochs=1):
         for x, y in step:
             step.backward(mse_loss(model(x), y))
+            extra("backward")
         step.update()
         if step.number == 2:
             extra("evaluate in a step")
@@ -261,6 +262,7 @@ OTHERS_IN = {
     "loop": "paceline's steps",
     "evaluate in a step": "paceline.evaluate",
     "save": "training.save",
+    "backward": "all_reduce #",
     "update": " #",  # of the gradients, or of the save
     "evaluate": "paceline.evaluate",
     "score": "paceline.evaluate",

@@ -873,6 +873,9 @@ def _in_paceline(*script: tuple[str, int, str], call: str = "evaluate") -> Stack
     return StackSummary(script=script, torch_call=f"paceline's {call}", waits=True)
 
 
+BACKWARD = dataclasses.replace(
+    _in_paceline(("train.py", 50, "main"), call="backward"), gradients=True
+)
 EXTRA = StackSummary(script=(("train.py", 9, "report"), ("train.py", 57, "main")), torch_call="x")
 
 
@@ -885,6 +888,7 @@ EXTRA = StackSummary(script=(("train.py", 9, "report"), ("train.py", 57, "main")
         pytest.param(3, _in_paceline(("train.py", 50, "main"), call="steps"), (0,), id="loop"),
         pytest.param(3, _in_paceline(("train.py", 50, "main"), call="leave"), (0,), id="end"),
         pytest.param(3, _in_paceline(("train.py", 57, "main")), (0,), id="called by Paceline"),
+        pytest.param(3, BACKWARD, (0,), id="backward"),
         pytest.param(3, _in_paceline(("train.py", 60, "other")), (1, 2), id="unknown"),
     ],
 )

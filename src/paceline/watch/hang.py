@@ -26,7 +26,7 @@ from paceline.watch.report import group_by_text, render
 
 # Collectives whose tensors must have the same type and number of elements on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
-# Calls by a `for` or a `with`: at its end too, the line is that of its head. All ranks make them.
+# Calls by a `for` or a `with`: at its end too, the line is that of its head.
 _AT_HEAD = ("paceline's steps", "paceline's leave")
 _CHECK_NETWORK = "check that the ranks can reach each other on the job's network interface."
 _MAY_TAKE_LONG = "nothing, if this may take so long; otherwise find what it waits for."
@@ -159,9 +159,9 @@ def _compare_progress(one: RankState, other: RankState) -> int:
 
     A function that Paceline calls, such as a score, is earlier than the rest of this call of Paceline.
     """
-    at_head = one.where.torch_call in _AT_HEAD, other.where.torch_call in _AT_HEAD
-    if at_head[0] != at_head[1]:
-        return 1 if at_head[0] else -1
+    usual = [s.where.gradients or s.where.torch_call in _AT_HEAD for s in (one, other)]
+    if usual[0] != usual[1]:  # all ranks make these calls
+        return 1 if usual[0] else -1
     if abs(one.step - other.step) == 1:
         return one.step - other.step
     pairs = zip(reversed(one.where.script), reversed(other.where.script), strict=False)
