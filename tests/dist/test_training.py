@@ -1363,6 +1363,45 @@ def _infinite_mask(job: Any, folder: str) -> int:
     return training.number
 
 
+def _skips_with_two_optimizers(job: Any) -> Any:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+    layers = paceline.unwrap(model)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(job, model, optimizers, batches, on_non_finite="skip")
+    for step in training.steps(until=3):
+        for batch in step:
+            scale = float("nan") if step.number == 2 and job.rank == 0 else 1.0
+            step.backward(scale * F.cross_entropy(model(batch[0]), batch[1]))
+        for optimizer in optimizers:
+            step.update(optimizer)
+    return training.num_skipped
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_step_of_several_optimizers_is_left_out_once(nproc: int) -> None:
+    assert run_ranks(_skips_with_two_optimizers, nproc=nproc) == [1] * nproc
+
+
+def _diverged_statistics(job: Any, folder: str) -> None:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    checkpoints = paceline.Checkpoints(folder, every_steps=1)
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    for step in training.steps(until=2):
+        for batch in step:
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
+        step.update()
+        paceline.unwrap(model)[1].running_var.fill_(math.inf)
+
+
+def test_infinite_statistics_are_not_saved(tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_diverged_statistics, str(tmp_path), nproc=1):
+        assert isinstance(outcome.error, NonFinite), outcome.text
+        assert outcome.error.parameters == ["1.running_var"]
+
+
 def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
     assert run_ranks(_infinite_mask, str(tmp_path), nproc=2) == [2, 2]
 

@@ -34,7 +34,13 @@ LOSSES: dict[str, Any] = {
     "sum divided by the count": lambda: (OUT**2).sum() / COUNT,
     "mean of squares": lambda: (OUT**2).mean(),
     "mean of means": lambda: (OUT**2).mean(1).mean(),
+    "mean and a summed penalty": lambda: (
+        F.cross_entropy(OUT, TARGETS) + F.l1_loss(WEIGHTS, 0 * WEIGHTS.detach(), reduction="sum")
+    ),
     "sum": lambda: F.cross_entropy(OUT, TARGETS, reduction="sum"),
+    "sum and penalties": lambda: (
+        F.cross_entropy(OUT, TARGETS, reduction="sum") + WEIGHTS.pow(2).mean() + 0.1 * WEIGHTS.sum()
+    ),
     "sum of squares": lambda: F.mse_loss(OUT, OUT.detach() + 1, reduction="sum"),
     "sum of losses": lambda: F.cross_entropy(OUT, TARGETS, reduction="none").sum(),
     "sum of rows": lambda: (OUT**2).mean(1).sum(0),
@@ -47,13 +53,20 @@ def test_a_sum_is_not_taken_for_a_mean(kind: str) -> None:
     loss = LOSSES[kind]()
     if kind == "sum" or (kind.startswith("sum ") and "divided" not in kind):
         with pytest.raises(LossError, match="the loss is a sum"):
-            check_loss(loss, COUNT, "mean", str)
+            check_loss(loss, COUNT, None, str)
         check_loss(loss, COUNT, "sum", str)
     else:
-        check_loss(loss, COUNT, "mean", str)
+        check_loss(loss, COUNT, None, str)
 
 
-@pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means"])
+def test_a_mean_that_a_sum_has_computed_is_said() -> None:
+    tasks = torch.stack([F.cross_entropy(OUT[:, i:], TARGETS) for i in range(4)]).sum()
+    with pytest.raises(LossError, match='reduction="mean" if a sum has computed a mean'):
+        check_loss(tasks, 4, None, str)
+    check_loss(tasks, 4, "mean", str)
+
+
+@pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means", "mean and a penalty"])
 def test_a_mean_is_not_taken_for_a_sum(kind: str) -> None:
     with pytest.raises(LossError, match="the loss is a mean"):
         check_loss(LOSSES[kind](), COUNT, "sum", str)

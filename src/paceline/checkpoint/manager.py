@@ -241,10 +241,10 @@ class Checkpoints:
             raise self._unchangeable(error) from error
         return max(committed(self._store), default=0), secrets.token_hex(4)
 
-    def _take_folder(self) -> None:
+    def _take_folder(self, *, is_restart: bool = False) -> None:
         """Own the folder, and remove what jobs have left there that were killed in a save."""
         if self._ownership is None:
-            self._ownership, is_new = take(self._store)
+            self._ownership, is_new = take(self._store, is_restart=is_restart)
             if is_new:
                 sweep(self._store)
 
@@ -412,7 +412,7 @@ class Checkpoints:
     def _tidy(self, restarts: int) -> None:
         """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
         try:
-            self._take_folder()
+            self._take_folder(is_restart=restarts > 0)
             finish_rollback(self._store)
             steps = committed(self._store) if self._resume_mode == "never" else []
             if steps:

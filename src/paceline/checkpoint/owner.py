@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass
 from paceline import log
 from paceline.checkpoint.store import Store
 from paceline.errors import CheckpointError
-from paceline.machine import start_ticks
+from paceline.machine import process_status, start_ticks
 
 RECORD = ".paceline-owner"
 _WAIT_S = 5.0  # the processes of a job that was killed may need a moment to end
+# A file server keeps the lock of a host that lost its power until its lease ends: with NFSv4 for 90 s.
+_LEASE_S = 120.0
 _POLL_S = 0.1
 
 
@@ -46,10 +48,17 @@ class Owner:
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}, since {self.started}"
 
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether the process is one of this host."""
+        return self.host == socket.gethostname()
+
     def is_alive_here(self) -> bool:
         """Whether it is another process of this host that runs."""
-        is_other = (self.host, self.ticks) == (socket.gethostname(), start_ticks(self.pid))
-        return is_other and self.pid != os.getpid()
+        if not self.is_of_this_host or self.pid == os.getpid():
+            return False
+        status = process_status(self.pid)
+        return status is not None and status[0] not in "ZX" and status[1] == self.ticks
 
 
 class Ownership:
@@ -77,8 +86,11 @@ class Ownership:
 _owned: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()
 
 
-def take(store: Store) -> tuple[Ownership, bool]:
+def take(store: Store, *, is_restart: bool = False) -> tuple[Ownership, bool]:
     """Own a folder. Called by rank 0; several `Checkpoints` of a process share a folder.
+
+    Args:
+        is_restart: Whether a launcher has restarted the job, so that the owner is probably a rank that ended.
 
     Returns:
         The ownership, and whether the process did not have it before.
@@ -87,14 +99,17 @@ def take(store: Store) -> tuple[Ownership, bool]:
         CheckpointError: another job that is alive owns it.
         OSError: the folder cannot be written.
     """
-    if (known := _owned.get(store.root)) is not None:
+    name = os.path.realpath(store.root) if store.has_rename else store.root
+    if (known := _owned.get(name)) is not None:
         return known, False
-    lock = _locked(store) if store.has_rename else None
+    lock = _locked(store, is_restart) if store.has_rename else None
     try:
         # Without a lock the record can tell of processes of this host only.
-        before = _read(store) if lock is None else None
-        if before is not None and before.is_alive_here():
-            raise _taken(store, before)
+        until = time.monotonic() + _WAIT_S
+        while lock is None and (before := _read(store)) is not None and before.is_alive_here():
+            if time.monotonic() > until:
+                raise _taken(store, before)
+            time.sleep(_POLL_S)
         owner = Owner(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -106,31 +121,47 @@ def take(store: Store) -> tuple[Ownership, bool]:
     except BaseException:
         _close(lock)
         raise
-    ownership = _owned[store.root] = Ownership(store, lock, owner)
+    ownership = _owned[name] = Ownership(store, lock, owner)
     return ownership, True
 
 
-def _locked(store: Store) -> int | None:
-    """The descriptor of the locked record; None if the file system has no locks."""
+def _locked(store: Store, is_restart: bool) -> int | None:
+    """The descriptor of the locked record; None without locks, or if the record is another user's."""
     os.makedirs(store.root, exist_ok=True)
-    # NFS grants an exclusive lock only on a file that is open for writing.
-    lock = os.open(os.path.join(store.root, RECORD), os.O_RDWR | os.O_CREAT, 0o666)
-    until = time.monotonic() + _WAIT_S
+    lock = None
+    try:
+        # NFS grants an exclusive lock only on a file that is open for writing.
+        lock = os.open(os.path.join(store.root, RECORD), os.O_RDWR | os.O_CREAT, 0o666)
+        _wait_for_lock(store, lock, is_restart)
+        return lock
+    except CheckpointError:
+        _close(lock)
+        raise
+    except OSError as error:
+        _close(lock)
+        if lock is None and not isinstance(error, PermissionError):
+            raise
+        log.logger.info("%s has no locks (%s): the last job to start owns it", store.root, error)
+        return None
+
+
+def _wait_for_lock(store: Store, lock: int, is_restart: bool) -> None:
+    began, is_told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            return
         except BlockingIOError:
-            if time.monotonic() > until:
-                os.close(lock)
-                raise _taken(store, _read(store)) from None
+            owner = _read(store)
+            is_near = owner is None or owner.is_of_this_host
+            waited_s = time.monotonic() - began
+            if waited_s > (_WAIT_S if is_near and not is_restart else _LEASE_S):
+                raise _taken(store, owner) from None
+            if waited_s > _WAIT_S and not is_told:
+                is_told = True
+                text = "%s is locked by %s; waiting up to %.0f s for the lock to end with it."
+                log.logger.info(text, store.root, owner or "another process", _LEASE_S)
             time.sleep(_POLL_S)
-        except OSError as error:
-            os.close(lock)
-            log.logger.info(
-                "%s has no locks (%s): the last job to start owns it", store.root, error
-            )
-            return None
 
 
 def _taken(store: Store, owner: Owner | None) -> CheckpointError:

@@ -355,9 +355,21 @@ def set_aside(store: Store, steps: Iterable[int]) -> str:
 
 
 def prune_set_aside(store: Store, keep: int) -> None:
-    """Remove all folders `before-N` but the newest `keep`. The next `sweep` removes files in `PARTS`."""
-    for number in _numbers(store, "before")[:-keep]:
-        store.remove(f"before-{number}")
+    """Remove what `set_aside` has moved, but not the newest `keep` folders; a user's own files stay.
+
+    The next `sweep` removes files in `PARTS`.
+    """
+    moved = {}
+    for number in _numbers(store, "before"):
+        names = store.names(f"before-{number}")
+        own = [name for name in names if _FOLDER.fullmatch(name)]
+        if own:
+            moved[f"before-{number}"] = own, len(own) == len(names)
+    for folder, (own, is_all) in list(moved.items())[:-keep]:
+        for name in own:
+            store.remove(f"{folder}/{name}")
+        if is_all:
+            store.remove(folder)
 
 
 def finish_rollback(store: Store) -> tuple[list[int], str]:
@@ -407,9 +419,21 @@ def commit(store: Store, manifest: Manifest, scratch: str) -> None:
     store.seal(scratch, manifest.folder)
 
 
+def is_committed(store: Store, manifest: Manifest) -> bool:
+    """Whether the folder has exactly this manifest.
+
+    Raises:
+        OSError: the storage cannot be read.
+    """
+    try:
+        return _text(store, manifest.folder) == manifest.render().encode()
+    except FileNotFoundError:
+        return False
+
+
 def withdraw(store: Store, manifest: Manifest) -> None:
     """Undo `commit`, unless another job has written a checkpoint of that name since."""
-    if _text(store, manifest.folder) == manifest.render().encode():
+    if is_committed(store, manifest):
         store.remove(manifest.folder)
 
 

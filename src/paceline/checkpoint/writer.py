@@ -27,7 +27,7 @@ from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.layout import Layout, Piece, local
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.owner import Ownership
-from paceline.checkpoint.store import Store, commit, finish_rollback, withdraw
+from paceline.checkpoint.store import Store, commit, finish_rollback, is_committed, withdraw
 from paceline.credentials import redact
 from paceline.errors import CheckpointError
 from paceline.job.failures import Peers
@@ -352,10 +352,16 @@ class Save:
                 log.logger.warning(text, self.step, age_s, ", ".join(late), self._store.root)
 
     def _commit(self, acks: list[dict[str, Any]]) -> SaveOutcome:
-        outcome = self._commit_or_fail(acks)
+        """Commit what all ranks have written, or say why not. The other ranks wait for the outcome."""
+        try:
+            outcome, may_remove = self._commit_or_fail(acks)
+        except Exception as error:
+            outcome, may_remove = _failed(error), False
         if outcome.kind != "saved":
+            outcome = replace(outcome, size_bytes=sum(ack.get("size", 0) for ack in acks))
             try:
-                self._store.remove(self._scratch)  # no rank writes any more
+                if may_remove:
+                    self._store.remove(self._scratch)  # no rank writes any more
             except Exception as error:
                 log.logger.info("%s stays until the next start: %s", self._scratch, error)
             return outcome
@@ -369,26 +375,31 @@ class Save:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
         return outcome
 
-    def _commit_or_fail(self, acks: list[dict[str, Any]]) -> SaveOutcome:
+    def _commit_or_fail(self, acks: list[dict[str, Any]]) -> tuple[SaveOutcome, bool]:
+        """The outcome, and if it is a failure whether no manifest names the files of this attempt."""
         for rank, ack in enumerate(acks):
             if ack["kind"] != "saved":
-                total = sum(each.get("size", 0) for each in acks)
                 own = {name: value for name, value in ack.items() if name != "size"}
-                return SaveOutcome(**own, rank=rank, size_bytes=total)
+                return SaveOutcome(**own, rank=rank), True
         assert self._ownership is not None
         manifest = self._manifest(acks)
         try:
             self._ownership.check()
             finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, manifest, self._scratch)
-            try:
-                self._ownership.check()
-            except CheckpointError:
-                withdraw(self._store, manifest)
-                raise
-        except Exception as error:  # the other ranks wait for the outcome
-            return replace(_failed(error), size_bytes=sum(ack["size"] for ack in acks))
-        return SaveOutcome(kind="saved")
+        except Exception as error:
+            # The storage may have done what it reports as failed.
+            if not is_committed(self._store, manifest):
+                return _failed(error), True
+            log.logger.info("step %d is saved, although the storage reported: %s", self.step, error)
+        try:
+            self._ownership.check()
+        except CheckpointError as error:
+            withdraw(self._store, manifest)
+            return _failed(error), True
+        except OSError as error:
+            log.logger.warning("step %d is saved, but the owner is unknown: %s", self.step, error)
+        return SaveOutcome(kind="saved"), False
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
         shapes = self.staging.layout.shapes

@@ -234,8 +234,11 @@ class Batches:
         loader workers are not forked. A dataset that is not a `TensorDataset` is read in a forked process,
         which takes about 0.1 s: it may open files at its first sample.
 
+        On several hosts a difference is a warning: their libraries may compute floats that differ in the last
+        bits, and samples may hold paths.
+
         Raises:
-            RankDisagreement: the ranks have other samples.
+            RankDisagreement: the ranks of one host have other samples.
 
         Collective: all ranks.
         """
@@ -249,12 +252,17 @@ class Batches:
         if None in found or again != found:
             return None
         rank = next(rank for rank, digests in enumerate(found) if digests != found[0])
-        raise RankDisagreement(
+        error = RankDisagreement(
             f"rank {rank} has other samples than rank 0 in a dataset of the same size.",
             why="the ranks share one order of the samples, so some would be used twice and others never.",
             fix="build the same dataset on all ranks: sort the names of files, and seed what is random.",
             values=found,
         )
+        if self._job.one_host:
+            raise error
+        if self._job.rank == 0:
+            log.logger.warning("%s", error)
+        return None
 
     def samples_at(self, seed: int, epoch: int, begin: int, end: int) -> list[int]:
         """The indices in the dataset of the samples at these places of an epoch; of a stream, the places.

@@ -204,9 +204,13 @@ def templates(
 
 
 def trained_paths(models: Models) -> list[str]:
-    """The paths in a saved state of the parameters that are trained."""
-    names = _parameter_names(models).values()
-    return [f"models.{name}" for name, p in names if p.requires_grad]
+    """The paths in a saved state of what is trained: parameters, and the statistics of BatchNorm."""
+    names = [name for name, p in _parameter_names(models).values() if p.requires_grad]
+    for number, model in enumerate(models):
+        inner = unwrap(model)
+        buffers = [plain_name(inner, name) for name, _ in inner.named_buffers()]
+        names += [f"{number}.{n}" for n in buffers if n.endswith(("running_mean", "running_var"))]
+    return [f"models.{name}" for name in names]
 
 
 def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:

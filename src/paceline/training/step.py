@@ -323,7 +323,7 @@ class Step:
             record.is_skipped = True
             self._num_not_updated -= 1
 
-    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "mean") -> None:
+    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction | None = None) -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
 
         Args:
@@ -384,7 +384,7 @@ class Step:
         loss: torch.Tensor,
         *,
         count: int | torch.Tensor | None = None,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Add the gradient of a micro-batch; the last one sums the gradients of all ranks.
@@ -397,7 +397,8 @@ class Step:
                 torch's loss functions return it.
             count: With `Training(count="tokens")` the number of tokens in the loss; 0 is legal in one
                 micro-batch. None: the number of samples of the micro-batch.
-            reduction: "mean", or "sum" for a loss that is the sum over its samples or tokens.
+            reduction: "sum" for a loss that is the sum over its samples or tokens, "mean" for a mean. None is
+                a mean too, and an error for a loss whose last operation is a plain `sum()`.
             optimizer: With several optimizers: the one that this loss belongs to, as in a GAN; only its
                 parameters are differentiated. None: the loss belongs to all of them.
 
@@ -419,6 +420,7 @@ class Step:
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
         count = self._checked_count(loss, count, reduction, micro, records[0])
+        reduction = reduction or "mean"
         self._refuse_backward(loss, records, optimizer)
         for record in records:
             record.needs_backward = False
@@ -459,12 +461,12 @@ class Step:
         self,
         loss: torch.Tensor,
         count: int | torch.Tensor | None,
-        reduction: Reduction,
+        reduction: Reduction | None,
         micro: MicroBatch,
         record: _Record,
     ) -> int | torch.Tensor:
         context = self._context
-        if reduction not in ("sum", "mean"):
+        if reduction not in ("sum", "mean", None):
             raise LossError(
                 f'reduction must be "sum" or "mean", got {reduction!r}.', where=self._where()
             )
@@ -560,10 +562,10 @@ class Step:
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
             record.is_updated = True
-        if not all(record.was_stepped for record in records):
-            self._report_skipped()
         self._num_not_updated -= len(records)
         if self.is_done:
+            if not all(each.was_stepped for each in self._used_records()):
+                self._report_skipped()
             context.precision.end_step()
             for each in self._records:
                 each.trained.schedule.end_step(
@@ -628,9 +630,14 @@ class Step:
         context = self._context
         context.num_skipped += 1
         if context.job.rank == 0:
+            used = [(n, each) for n, each in enumerate(self._records) if not each.is_skipped]
+            left_out = [n for n, each in used if not each.was_stepped]
+            all_of_it = len(left_out) == len(used)
             log.logger.info(
-                "step %d was left out: its gradient holds NaN or infinity (%d so far).",
-                *(self.number, context.num_skipped),
+                "step %d was left out%s: its gradient holds NaN or infinity (%d so far).",
+                self.number,
+                "" if all_of_it else f" by optimizer {listed(list(map(str, left_out)))}",
+                context.num_skipped,
             )
 
     def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
@@ -838,10 +845,11 @@ class _Scheduled:
         step: Step,
         micros: list[MicroBatch],
         loss_fn: Callable[[Any], Any],
-        reduction: Reduction,
+        reduction: Reduction | None,
     ) -> None:
         self._step, self._micros, self._loss_fn = step, micros, loss_fn
-        self._reduction = reduction
+        self._given = reduction
+        self._reduction: Reduction = reduction or "mean"
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
         self.num_micro_batches = len(micros)
 
@@ -866,7 +874,7 @@ class _Scheduled:
         step, micro = self._step, self._micros[index]
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
-        count = step._checked_count(loss, count, self._reduction, micro, record)
+        count = step._checked_count(loss, count, self._given, micro, record)
         start, own = step._start_and_logged(loss, count, self._reduction, loss, micro)
         self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)

@@ -341,7 +341,7 @@ class Trainer:
             )
             steps = ()
         for step in steps:
-            step.run(partial(self._forward, model), reduction=self._reduction)
+            step.run(partial(self._forward, model), reduction="sum" if _is_sum(self.loss) else None)
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
             call(StepEnd(**facts, step=step))

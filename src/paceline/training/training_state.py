@@ -241,7 +241,7 @@ class TrainingState:
         return state.templates(self._models, self._optimizers, tensors)
 
     def trained_paths(self) -> list[str]:
-        """The paths in the state of the parameters that are trained."""
+        """The paths in the state of what is trained."""
         return state.trained_paths(self._models)
 
     def size_bytes(self) -> int:

@@ -135,15 +135,16 @@ class SampleLength:
 def check_loss(
     loss: Any,
     count: int | None,
-    reduction: Reduction,
+    reduction: Reduction | None,
     where: Callable[[], str],
     length: SampleLength | None = None,
 ) -> None:
     """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
-    Its last operation shows it: torch's loss functions, `mean` and `sum` record it. Later scaling is not
-    checked. `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a
-    mean over their targets is then accepted if each sample has as many as before, ignored ones left out.
+    Its last operation shows it: torch's loss functions, `mean` and `sum` record it; of a sum of several terms
+    those that are such a loss. Later scaling is not checked. `count` is None if it is not known on the host.
+    With `length`, `count` is a number of samples; a mean over their targets is then accepted if each sample
+    has as many as before, ignored ones left out.
     """
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
         is_tensor = isinstance(loss, torch.Tensor)
@@ -161,14 +162,36 @@ def check_loss(
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
-    if reduction == "sum" and _is_mean(loss.grad_fn, count):
+    node = loss.grad_fn
+    kinds = {torch_private.attribute(f"{_NODE}._saved_reduction", term) for term in _terms(node)}
+    is_known_mean = _MEAN_REDUCTION in kinds and _SUM_REDUCTION not in kinds
+    is_known_sum = _SUM_REDUCTION in kinds and _MEAN_REDUCTION not in kinds
+    is_one = count is not None and count < 2  # over one sample, mean and sum are the same
+    if reduction == "sum" and not is_one and (is_known_mean or _is_plain_mean(node, count)):
         raise LossError(
             'the loss is a mean, and reduction="sum" was given.',
             where=where(),
             fix='leave `reduction="sum"` out, or compute the sum.',
         )
-    if reduction == "mean":
-        _refuse_other_mean(loss.grad_fn, count, where, length)
+    if reduction == "sum" or is_one:
+        return
+    if is_known_sum or (reduction is None and _is_plain_sum(node, count)):
+        raise LossError(
+            "the loss is a sum; `step.backward` takes the mean.",
+            where=where(),
+            fix='compute the mean over the samples (or tokens). Or say what the loss is: reduction="sum", or '
+            'reduction="mean" if a sum has computed a mean.',
+        )
+    _refuse_other_mean(node, count, where, length)
+
+
+def _terms(node: Any) -> list[Any]:
+    """The operations whose results a loss adds up; at most 16."""
+    terms = [node]
+    for each in terms:
+        if type(each).__name__ == "AddBackward0" and len(terms) < 16:
+            terms += [inner for inner, _ in each.next_functions]
+    return terms
 
 
 def warn_divided_mean(loss: torch.Tensor, ranks: int) -> None:
@@ -188,44 +211,24 @@ def warn_divided_mean(loss: torch.Tensor, ranks: int) -> None:
         )
 
 
-def _is_mean(node: Any, count: int | None) -> bool:
-    """Whether the last operation of a loss shows that it is a mean over the samples."""
-    if count is not None and count < 2:
-        return False  # over one sample, mean and sum are the same
-    if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _MEAN_REDUCTION:
-        return True
+def _is_plain_mean(node: Any, count: int | None) -> bool:
+    """Whether the last operation is `mean()` over the samples."""
     sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    return (
-        type(node).__name__.startswith("MeanBackward")
-        and sizes is not None
-        and sizes[:1] == (count,)
-    )
+    is_mean = type(node).__name__.startswith("MeanBackward")
+    return is_mean and sizes is not None and sizes[:1] == (count,)
 
 
-def _is_sum(node: Any, count: int | None) -> bool:
-    """Whether the last operation of a loss shows that it is a sum over samples or tokens."""
-    if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _SUM_REDUCTION:
-        return True
-    # A sum of fewer terms than samples, such as of two means, may be a mean.
+def _is_plain_sum(node: Any, count: int | None) -> bool:
+    """Whether the last operation is `sum()` over at least as many terms as there are samples."""
     sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    if sizes is None or count is None or not type(node).__name__.startswith("SumBackward"):
-        return False
-    terms: int = math.prod(sizes)
-    return terms >= count
+    is_sum = type(node).__name__.startswith("SumBackward")
+    return is_sum and sizes is not None and count is not None and math.prod(sizes) >= count
 
 
 def _refuse_other_mean(
     node: Any, count: int | None, where: Callable[[], str], length: SampleLength | None
 ) -> None:
     """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
-    if count is not None and count < 2:
-        return
-    if _is_sum(node, count):
-        raise LossError(
-            "the loss is a sum; `step.backward` takes the mean.",
-            where=where(),
-            fix='compute the mean over the samples (or tokens), or pass reduction="sum".',
-        )
     if count is None:
         return
     # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
