@@ -45,7 +45,7 @@ def main(job):
     batches = paceline.Batches(job, loader, global_batch=64)
     steps = EPOCHS * batches.steps_per_epoch
     schedule = LambdaLR(optimizer, lambda step: max(0.05, 1 - step / steps))
-    saves = paceline.Checkpoints("runs/after/checkpoints", every_s="auto")
+    saves = paceline.Checkpoints("runs/after/checkpoints", every_s=600)
     training = paceline.Training(
         job, model, optimizer, batches, schedule=schedule, checkpoints=saves
     )

@@ -163,33 +163,3 @@ def test_a_count_that_is_no_integer_is_refused() -> None:
     found = run_ranks(_counts, nproc=1)[0]
     assert set(found) == {"float", "text"}
     assert "count must be an integer or a tensor of shape (), got '4'." in found["text"][1]
-
-
-def _norms_of_two_models(job: Any) -> tuple[list[str], list[bool]]:
-    models = [paceline.ddp(job, nn.Linear(4, 3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    batches = paceline.Batches(job, make_data(), global_batch=4)
-    training = paceline.Training(job, models, optimizers, batches)
-    names, clipped = [], []
-    for step in training.steps(until=1):
-        for batch in step:
-            for model, optimizer in zip(models, optimizers, strict=True):
-                step.backward(
-                    loss_sum(model, batch),
-                    optimizer=optimizer,
-                    count=len(batch[1]),
-                    reduction="sum",
-                )
-        step.update(optimizers[0], clip_norm=1.0, grad_norms=True)
-        clipped.append(step.grad_norm is not None)
-        step.update(optimizers[1], grad_norms=True)
-        clipped.append(step.grad_norm is not None)
-        names = sorted(step.grad_norms)
-    return names, clipped
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_the_norms_of_several_models_have_names_of_their_own(nproc: int) -> None:
-    for names, clipped in run_ranks(_norms_of_two_models, nproc=nproc):
-        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"]
-        assert clipped == [True, False]

@@ -570,24 +570,6 @@ def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, val
     assert committed(open_store(tmp_path)) == []
 
 
-def test_auto_waits_longer_if_saves_cost_more(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("paceline.checkpoint.manager.time.monotonic", lambda: now)
-    checkpoints = paceline.Checkpoints(tmp_path, every_s="auto")
-    checkpoints.resume(job, size_bytes=30_000_000)  # guessed: 0.1 s
-    assert not checkpoints.is_due_by_clock()
-    now += 0.1 / 0.035 + 0.01
-    assert checkpoints.is_due_by_clock()
-    checkpoints.save(job, 1, _state())
-    checkpoints._cost_s = 7.0
-    now += 199
-    assert not checkpoints.is_due_by_clock()
-    now += 2
-    assert checkpoints.is_due_by_clock()
-
-
 # Remote storage.
 
 

@@ -43,8 +43,6 @@ from paceline.job.job import Job
 from paceline.machine import format_bytes
 
 Resume = Literal["auto", "epoch", "must", "never"]
-_AUTO_SHARE = 0.035  # largest share of the time that `every_s="auto"` spends on saving
-_GUESSED_BYTES_PER_S = 300e6  # until the first save is timed
 _WAIT_S = 2.0  # age of a save up to which the next one waits for it instead of being left out
 _RNG = "$rng."
 
@@ -59,8 +57,7 @@ class Checkpoints:
             is alive.
         every_steps: Steps between saves. The end of the training is always saved.
         every_epochs: Epochs between saves.
-        every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
-            the time.
+        every_s: Seconds between saves by rank 0's clock.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
             As many of the newest folders `before-N` are kept.
         resume: "auto" resumes from the newest checkpoint if there is one; "epoch" does so too, and starts its
@@ -86,18 +83,16 @@ class Checkpoints:
         *,
         every_steps: int | None = None,
         every_epochs: int | None = None,
-        every_s: float | Literal["auto"] | None = None,
+        every_s: float | None = None,
         keep: int = 3,
         resume: str = "auto",
     ) -> None:
         require_integers(1, or_none=True, every_steps=every_steps, every_epochs=every_epochs)
         require_integers(1, keep=keep)
-        if every_s not in (None, "auto"):
+        if every_s is not None:
             is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
-            if not (is_number and 0 < float(every_s) < math.inf):
-                raise ConfigError(
-                    f"every_s must be more than 0 and finite, or 'auto'; got {every_s!r}."
-                )
+            if not (is_number and 0 < every_s < math.inf):
+                raise ConfigError(f"every_s must be more than 0 and finite, got {every_s!r}.")
         if resume not in get_args(Resume):
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
@@ -119,8 +114,6 @@ class Checkpoints:
         self._attempts = 0
         self._is_behind = False  # whether a save was left out since the last one began
         self._last_begun = time.monotonic()
-        self._stall_s = 0.0  # time that the last save blocked the training
-        self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:
         """Whether to save after `step`; `epoch` is the number of finished epochs.
@@ -147,8 +140,7 @@ class Checkpoints:
         """
         if self._every_s is None or self._in_flight is not None:
             return False
-        every_s = self._cost_s / _AUTO_SHARE if self._every_s == "auto" else float(self._every_s)
-        return time.monotonic() - self._last_begun >= every_s
+        return time.monotonic() - self._last_begun >= self._every_s
 
     def is_behind(self, job: Job, step: int) -> bool:
         """Whether the save before is still being written, so that the one due after `step` is left out.
@@ -209,7 +201,7 @@ class Checkpoints:
             trees = collectives.gather(job, tree)
             tree = codec.merge([trees[rank] for rank in job.mesh.axis_ranks(0, "pp")])
         self.finish(job)
-        began = self._last_begun = time.monotonic()
+        self._last_begun = time.monotonic()
         if self._newest is None:
             self._newest, self._token = collectives.on_rank0(job, self._begin_saves)
         self._attempts += 1
@@ -229,7 +221,6 @@ class Checkpoints:
             ownership=self._ownership,
             prune=self._prune,
         )
-        self._stall_s = time.monotonic() - began
         if wait:
             self.finish(job, required=True)
 
@@ -251,10 +242,8 @@ class Checkpoints:
     def wait_until_copied(self) -> None:
         """Return when the tensors named `steady` may change again. Collective: none."""
         if self._in_flight is not None:
-            began = time.monotonic()
             with clock.during(CHECKPOINT):
                 self._in_flight.staging.wait()
-            self._stall_s += time.monotonic() - began
 
     def poll(self, job: Job) -> bool:
         """Handle a save that has ended. Returns True if `finish` will raise its error.
@@ -280,7 +269,6 @@ class Checkpoints:
         save, self._in_flight = self._in_flight, None
         if save is None or (outcome := save.wait()) is None:
             return
-        self._cost_s = self._stall_s + save.cost_s
         if outcome.kind == "saved":
             self.last_saved = self._newest = save.step
             return
@@ -330,7 +318,6 @@ class Checkpoints:
         Collective: all ranks.
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
-        self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
         self._newest = None
         collectives.on_rank0(job, lambda: self._tidy(job.restarts))
         damaged: list[int] = []

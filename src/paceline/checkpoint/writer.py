@@ -204,7 +204,6 @@ class Save:
 
     Attributes:
         outcome: None while it is in flight, and if it was cancelled.
-        cost_s: Processor time of its thread on this rank, in seconds.
     """
 
     def __init__(
@@ -225,7 +224,6 @@ class Save:
         self.step = step
         self.staging = staging
         self.outcome: SaveOutcome | None = None
-        self.cost_s = 0.0
         self._began = time.monotonic()
         self._rank, self._world_size = job.rank, job.world_size
         self._store, self._folder = store, folder
@@ -270,7 +268,6 @@ class Save:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        began = time.thread_time()
         try:
             self.outcome = self._conclude(self._write_own())
         except _Cancelled:
@@ -279,7 +276,6 @@ class Save:
             self.outcome = SaveOutcome(kind="other", text=f"the job's store is gone: {error}")
         except Exception as error:  # None would mean "cancelled"
             self.outcome = _failed(error)
-        self.cost_s = time.thread_time() - began
 
     def _write_own(self) -> dict[str, Any]:
         """This rank's acknowledgement: its digests, or why there are none."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from typing import Any
 
 import numpy as np
@@ -83,22 +82,6 @@ def snapshot(device: torch.device) -> torch.Tensor:
         "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
     }
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
-
-
-def digests(device: torch.device) -> dict[str, int]:
-    """A checksum of the state of each global generator that must be equal on all ranks, by its name.
-
-    These are the generators of Python and NumPy, and torch's CPU generator if `device` is not the CPU. On
-    the CPU, dropout draws from torch's generator, so its state differs between ranks.
-    """
-    _, words, *rest = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "random": random.getstate(),
-        "numpy.random": (np.asarray(words).tolist(), rest),
-    }
-    if device.type != "cpu":
-        states["torch.default_generator"] = torch.get_rng_state().tolist()
-    return {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
 
 
 def restore(device: torch.device, saved: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -457,17 +457,6 @@ class FSDPStrategy(Strategy):
         own = self._own_norm(gradients, norm_type)
         norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._job.group)
         return norms[0].to(own.dtype)
-
-    def grad_norms(
-        self, gradients: Mapping[str, torch.Tensor], norm_type: float
-    ) -> dict[str, torch.Tensor]:
-        own = [self._own_norm([gradient], norm_type) for gradient in gradients.values()]
-        packed = torch.stack([norm.double() for norm in own])
-        norms = self._norms_over_ranks(packed, norm_type, self._job.group)
-        return {
-            name: norm.to(part.dtype)
-            for name, norm, part in zip(gradients, norms.unbind(), own, strict=True)
-        }
 
     def _own_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The share of this rank in the norm: parts that several ranks hold count once over all ranks."""

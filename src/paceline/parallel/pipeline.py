@@ -7,7 +7,7 @@ schedules run forward, backward and communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -209,21 +209,6 @@ class PipelineStrategy(Strategy):
             own = super().grad_norm(gradients, norm_type)
         norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._runner.group)
         return norms[0].to(own.dtype)
-
-    def grad_norms(
-        self, gradients: Mapping[str, torch.Tensor], norm_type: float
-    ) -> dict[str, torch.Tensor]:
-        own = {
-            n: float(super(PipelineStrategy, self).grad_norm([g], norm_type))
-            for n, g in gradients.items()
-        }
-        parts = collectives.gather(self._job, own)
-        merged = {name: value for part in reversed(parts) for name, value in part.items()}
-        return {
-            name: torch.tensor(merged[name], dtype=owned.dtype, device=self._job.device)
-            for name, owned in self._runner.owners.items()
-            if name in merged
-        }
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         return self._runner.whole_state()

@@ -8,7 +8,7 @@ subclass in a new file, and an entry in `STRATEGIES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -174,12 +174,6 @@ class Strategy:
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The p-norm of all gradients as one vector, shape (), the same on all ranks."""
         return get_total_norm(gradients, norm_type, foreach=True)
-
-    def grad_norms(
-        self, gradients: Mapping[str, torch.Tensor], norm_type: float
-    ) -> dict[str, torch.Tensor]:
-        """The p-norm of each gradient by the name of its parameter, of all parameters of the model."""
-        return {name: self.grad_norm([g], norm_type) for name, g in gradients.items()}
 
     def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a plain tensor, if layers return `DTensor`s; differentiable."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from paceline.errors import ConfigError, Desync, name_ranks
-from paceline.job import collectives, rng
+from paceline.errors import Desync, name_ranks
+from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
@@ -40,7 +40,6 @@ class ReplicaCheck:
 
     Args:
         every: Number of steps between comparisons; None chooses it by their cost; 0 never compares.
-        also: Compared besides weights and optimizer state: "buffers", "rng".
     """
 
     def __init__(
@@ -49,18 +48,12 @@ class ReplicaCheck:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[TrainedOptimizer],
         every: int | None,
-        also: Collection[str],
     ) -> None:
-        if isinstance(also, str) or not {"buffers", "rng"}.issuperset(also):
-            raise ConfigError(f'desync_also may hold "buffers" and "rng", got {also!r}.')
-        if also and every == 0:
-            raise ConfigError("desync_also has no effect with desync_every=0.")
         require_integers(0, or_none=True, desync_every=every)
         self._job = job
         self._models = models
         self._optimizers = optimizers
         self._every = every
-        self._also = also
         self._is_off = every == 0 or job.data.size == 1
         world = range(job.world_size)
         axes = {tuple(world if job.mesh is None else job.mesh.data_ranks(rank)) for rank in world}
@@ -131,20 +124,13 @@ class ReplicaCheck:
             for name, p in module.named_parameters():
                 if name not in ignored:
                     found[prefix + name] = p
-            for name, buffer in module.named_buffers() if "buffers" in self._also else ():
-                if name not in ignored:
-                    found[f"buffer {prefix}{name}"] = buffer
         for trained in self._optimizers:
             for name, p in trained.named_parameters():
                 for key, value in trained.optimizer.state.get(p, {}).items():
                     found[f"{key} of {name}"] = value
         whole = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
         parts = {n: t.to_local() for n, t in found.items() if isinstance(t, DTensor)}
-        digests = _digests(whole)
-        if "rng" in self._also:
-            states = rng.digests(self._job.device).items()
-            digests |= {f"the state of {name}": value for name, value in states}
-        return digests, _digests(parts)
+        return _digests(whole), _digests(parts)
 
     def _desync_error(self, step: int, digests: dict[str, int], replicas: Sequence[int]) -> Desync:
         gathered = collectives.gather(self._job, digests)

@@ -124,11 +124,6 @@ class Step:
         num_samples: Samples of this step over all ranks.
         ends_epoch: Whether this is the last step of its epoch.
         grad_norm: After an `update` that clips: the norm of the gradient before that, shape (); else None.
-        grad_norms: After `update(grad_norms=True)`: the norm of each parameter's gradient before clipping,
-            by the parameter's name, each of shape (); else empty. With several models the name begins with
-            the number of the model, such as "1.weight".
-
-    Collective: see the methods.
     """
 
     __slots__ = (
@@ -144,7 +139,6 @@ class Step:
         "ends_epoch",
         "epoch",
         "grad_norm",
-        "grad_norms",
         "num_samples",
         "number",
     )
@@ -165,7 +159,6 @@ class Step:
         self.num_samples = planned.num_samples
         self.ends_epoch = planned.ends_epoch
         self.grad_norm: torch.Tensor | None = None
-        self.grad_norms: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Step(number={self.number}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -524,7 +517,6 @@ class Step:
         clip_norm: float | None = None,
         norm_type: float = 2.0,
         clip_value: float | None = None,
-        grad_norms: bool = False,
     ) -> None:
         """Take the optimizer step with the gradient of all ranks' samples.
 
@@ -535,7 +527,6 @@ class Step:
             norm_type: Which norm `clip_norm` bounds: a number > 0; `math.inf` for the largest absolute value.
             clip_value: Bound of the absolute value of each element, > 0; `grad_norm` holds the largest
                 absolute value before clipping. It cannot be combined with `clip_norm`.
-            grad_norms: Whether to compute `grad_norms`, the 2-norm of each parameter's gradient.
 
         Raises:
             ConfigError: an option is out of range or has no effect.
@@ -557,7 +548,7 @@ class Step:
         clock.enter(OPTIMIZER)
         for record in records:
             context.precision.scaler.unscale_(record.trained.optimizer)
-        is_finite = self._clip(records, clipping, grad_norms)
+        is_finite = self._clip(records, clipping)
         context.before_update()
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
@@ -604,15 +595,11 @@ class Step:
             factor = undo if factor is None else factor * undo
         return factor
 
-    def _clip(self, records: list[_Record], clipping: Clipping | None, norms: bool) -> bool:
+    def _clip(self, records: list[_Record], clipping: Clipping | None) -> bool:
         """Clip. False, on all ranks, if the update must be left out because of NaN or infinity."""
         self.grad_norm = None
         context, strategy = self._context, self._context.strategy
         skips = context.skips_non_finite and not context.precision.scaler.is_enabled()
-        if norms:
-            named = [pair for record in records for pair in record.trained.named_parameters()]
-            each = {name: p.grad for name, p in named if p.grad is not None}
-            self.grad_norms |= strategy.grad_norms(each, 2.0)
         if clipping is None and not skips:
             return True
         parameters = [p for record in records for p in record.trained.parameters]

@@ -7,7 +7,7 @@ than callbacks write that loop.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,6 @@ class Trainer:
             options, a function of the job and the module, such as
             `functools.partial(paceline.fsdp, blocks=Block)`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
-        desync_also: Compared besides weights and optimizer state; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
         flops: Operations of one sample or token, to show the use of the devices; see `Training.report`.
         callbacks: Called on events, in this order; see `Callback`.
@@ -190,7 +189,6 @@ class Trainer:
     reproducible: bool = False
     strategy: str | Mesh | Wrap = "ddp"
     desync_every: int | None = None
-    desync_also: Collection[str] = ()
     loggers: Sequence[Logger] = ()
     flops: float | None = None
     callbacks: Sequence[Callback] = ()
@@ -301,7 +299,6 @@ class Trainer:
             checkpoints=checkpoints,
             reproducible=self.reproducible,
             desync_every=self.desync_every,
-            desync_also=self.desync_also,
         )
         training.keep(callbacks=self._callbacks)
         training.report(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -87,8 +87,6 @@ class Training:
         desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
             also compared before each save. None chooses it so that comparisons take 0.5 % of the time,
             0 never compares.
-        desync_also: Compared in addition: "buffers", "rng" (the generators of Python and NumPy, and torch's
-            CPU generator if the model is on another device).
 
     Attributes:
         job: As given.
@@ -123,7 +121,6 @@ class Training:
         checkpoints: Checkpoints | None = None,
         reproducible: bool = False,
         desync_every: int | None = None,
-        desync_also: Collection[str] = (),
     ) -> None:
         job.refuse_if_left()
         if count not in ("samples", "tokens"):
@@ -174,7 +171,7 @@ class Training:
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._report = Report(job)
         self._link: dict[str, float] | None = None
-        self._replica_check = ReplicaCheck(job, self.models, trained, desync_every, desync_also)
+        self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
         self.checkpoints = checkpoints
         self._is_resumed = False
         # The job must not keep the models alive, so it refers to this object weakly.

@@ -115,7 +115,6 @@ class PacelineHooks:
     ) -> None:
         self._progress.uses_paceline = True
         # `verify` compares the ranks itself; the check of the training would stop the run.
-        kwargs.pop("desync_also", None)
         kwargs["desync_every"] = 0
         turns_on = self._progress.plan.bitwise and not kwargs.get("reproducible")
         if self._progress.plan.bitwise:

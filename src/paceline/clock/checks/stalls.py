@@ -21,15 +21,12 @@ class Stall:
 
     cure: str
     share_left: float
-    is_share_of_run: bool = False
 
 
 STALLS = {
-    "checkpoint": Stall(
-        cure='Checkpoints(..., every_s="auto")', share_left=0.035, is_share_of_run=True
-    ),
+    "checkpoint": Stall(cure="save half as often", share_left=0.5),
     "evaluation": Stall(cure="evaluate half as often", share_left=0.5),
-    "logging": Stall(cure="training.log(..., every_n=) in a tenth of the steps", share_left=0.1),
+    "logging": Stall(cure="call training.log in a tenth of the steps", share_left=0.1),
 }
 
 
@@ -38,16 +35,13 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     windows = evidence.windows
     wall_s = sum(sum(window.wall_s) for window in windows)
     for phase, stall in STALLS.items():
-        if phase == "checkpoint" and evidence.run.get("checkpoint_every_s") == "auto":
-            continue
         stall_s = sum(sum(window.spent_s[phase]) for window in windows)
-        left_s = stall.share_left * (wall_s if stall.is_share_of_run else stall_s)
+        left_s = stall.share_left * stall_s
         if left_s < stall_s:
             yield Finding(
                 kind=phase,
                 title=f"{phase} takes {percent(stall_s / wall_s)} of the time",
                 cure=stall.cure,
                 gain=wall_s / (wall_s - stall_s + left_s),
-                details=f"It then takes {percent(stall.share_left)} of "
-                f"{'the time' if stall.is_share_of_run else 'what it takes now'}.",
+                details=f"It then takes {percent(stall.share_left)} of what it takes now.",
             )
