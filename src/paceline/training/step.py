@@ -124,6 +124,8 @@ class Step:
         num_samples: Samples of this step over all ranks.
         ends_epoch: Whether this is the last step of its epoch.
         grad_norm: After an `update` that clips: the norm of the gradient before that, shape (); else None.
+
+    Collective: see the methods.
     """
 
     __slots__ = (
