@@ -96,7 +96,6 @@ bench-all: bench
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --kinds preempt
 	$(BIN)/python benchmarks/verdicts.py
-	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/claims.py
 

@@ -245,7 +245,7 @@ NAMES = (
     PrivateName(
         "torch._C._distributed_c10d._dump_fr_trace",
         why="the only way to read the flight recorder of a running rank",
-        without="hangs are explained by stacks alone, and stragglers are not found",
+        without="hangs are explained by stacks alone",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._world",

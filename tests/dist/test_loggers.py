@@ -27,7 +27,6 @@ import paceline
 from paceline.clock.record import pack_row, read_record
 from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError, RankDisagreement
-from paceline.job import current_step
 from paceline.metrics.clock_file import choose_window_s
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
@@ -35,7 +34,6 @@ from paceline.metrics.report import Report
 from paceline.metrics.step_loss import StepTotal
 from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
-from paceline.watch.probe import Probe
 
 
 def _training(job: Any) -> paceline.Training:
@@ -678,39 +676,6 @@ def test_the_file_of_the_clock_grows_slowly(tmp_path: Path) -> None:
     at_s = [0, 5, 100, 3600, 7200, 86_400]
     assert [choose_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
     assert choose_window_s(100, ranks=4096) == 32
-
-
-def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rows() -> list[list[float]]:
-        spent = {"forward": [0.1, 0.2], "communication": [0.1, 0.0]}
-        return [
-            pack_row(
-                Times(steps=1, spent_s=[spent.get(p, [0.0] * 2)[rank] for p in PHASES]),
-                rank,
-                0,
-                1,
-                1,
-            )
-            for rank in range(2)
-        ]
-
-    probe = Probe.__new__(Probe)  # without its thread
-    monkeypatch.setattr(current_step, "slow_ranks", set())
-    with caplog.at_level(logging.INFO, "paceline"), paceline.join() as job:
-        report = Report(job)
-        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
-        for _ in range(2):
-            report.begin(0, None, dict)
-            for step in range(1, 6):
-                report.write_times(step, rows())
-            report.end()
-            report._clock_file._advised = ("", "")
-            report.advise()
-            assert caplog.text.count("advice: rank 1 takes 2.00x") == 1
-            probe.answer({"do": "slow_ranks", "id": 1, "ranks": [1]}, lambda _: None)
-    assert current_step.slow_ranks == {1}
 
 
 def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(

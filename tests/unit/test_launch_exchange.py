@@ -269,7 +269,6 @@ def test_a_rank_that_fails_while_the_ranks_are_asked_has_failed(
         _remaining_restarts=0,
         _exchange=None,
         _watch=None,
-        step_profile=None,
         _worker_group=worker_group,
     )
     assert agent._monitor_workers(worker_group).state.name == "HEALTHY"
@@ -307,7 +306,6 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
         _remaining_restarts=0,
         _exchange=here,
         _watch=watch,
-        step_profile=None,
         _worker_group=worker_group,
     )
 

@@ -6,8 +6,7 @@
   and guard.py, a process that ends the ranks if the launcher is killed.
 - Fronts to torch's launcher: options.py, session.py (one run), agent.py (rounds of ranks) and
   rendezvous.py; for several nodes also nodes.py, endpoint.py, node_exchange.py and node_facts.py.
-- Used by the agent: signals.py, hang_watch.py, straggler_watch.py, step_profile.py, messages.py and
-  failure_report.py.
+- Used by the agent: signals.py, hang_watch.py, messages.py and failure_report.py.
 - In the ranks: worker.py, and variables.py, which the processes that they spawn use too.
 - spawning.py starts ranks from a notebook, a debugger or a test, without `paceline run`.
 """

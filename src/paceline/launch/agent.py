@@ -44,7 +44,6 @@ from paceline.launch.nodes import NodeRendezvous
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
 from paceline.launch.signals import ReceivedSignals
-from paceline.launch.step_profile import StepProfile
 from paceline.machine import read_memory
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
@@ -67,7 +66,6 @@ class Agent(LocalElasticAgent):
         first_failure: Of the last round; None if it did not end by a known failure.
         interrupted_at: Where the first rank was that ended by KeyboardInterrupt; empty if there is none.
         preempted: Whether the ranks asked that the job be started again.
-        step_profile: None without --profile-steps.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Agent(LocalElasticAgent):
             args = options.args
             ends = args.on_hang == "end"
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
-        self.step_profile = StepProfile(os.getcwd()) if options.args.profile_steps else None
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -286,9 +283,6 @@ class Agent(LocalElasticAgent):
         self._signals.check()
         for number in self._signals.take_for_ranks():
             local.forward_signal(number)
-        if self.step_profile is not None:
-            alive = [rank for rank in local.ranks if rank.returncode is None]
-            self.step_profile.check(time.monotonic(), alive)
         if self._restarts_left > 0:
             local.kill_suspended()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":

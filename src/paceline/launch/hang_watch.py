@@ -1,7 +1,7 @@
 """Collects the states of the ranks of this node for `watch/hang.py`, and prints the hangs that it finds.
 
 Reads the beats of the ranks (watch/probe.py) and their process states twice a second. It asks all ranks for
-their stacks and collectives only if one of them makes no progress. straggler_watch.py handles slow ranks.
+their stacks and collectives only if one of them makes no progress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 from paceline.launch.local_ranks import LocalRanks, Question, Rank, raised_error
 from paceline.launch.node_exchange import NodeExchange
-from paceline.launch.straggler_watch import StragglerWatch
 from paceline.torch_private import NAMES
 from paceline.watch import processes
 from paceline.watch.hang import Diagnosis, diagnose
@@ -69,7 +68,6 @@ class HangWatch:
         self._missing: set[str] = set()  # names of torch that were reported
         # With several nodes, each launcher has the states of all ranks.
         self.exchange: NodeExchange | None = None
-        self._stragglers: StragglerWatch | None = StragglerWatch(local_ranks)
         self._next = 0.0
         self._checked_at = time.monotonic()
         self._begin([])
@@ -87,8 +85,6 @@ class HangWatch:
         # that of the start.
         self._progress_at: float | None = None
         self._alarmed = False
-        if self._stragglers is not None:
-            self._stragglers.begin()
 
     def check(self, world_size: int) -> Diagnosis | None:
         """Check the ranks and report a hang. Returns the hang if it has to end the round."""
@@ -104,8 +100,6 @@ class HangWatch:
         progressed = [self._read(rank, now) for rank in alive]
         if any(progressed):
             self._note_progress(now)
-        if self._look_for_stragglers(now, alive):
-            self._next = now + _SOON_S
         if self._after_s == 0:
             return None
         if self._question is not None:
@@ -125,18 +119,6 @@ class HangWatch:
             able = [r for r in alive if self._activities[r.local_rank].state not in _STOPPED]
             self._question = Question(able, "state", now=now, within_s=_ANSWER_S)
         return None
-
-    def _look_for_stragglers(self, now: float, alive: Sequence[Rank]) -> bool:
-        """Returns whether to call it again soon."""
-        if self._stragglers is None:
-            return False
-        entered = sum(activity.counts[0] for activity in self._activities.values())
-        try:
-            return self._stragglers.check(now, alive, entered)
-        except Exception as error:  # a defect of this diagnosis must not end the detection of hangs
-            self._local_ranks.say(f"the detection of stragglers is off: {error!r}")
-            self._stragglers = None
-            return False
 
     def _leave_out_pause(self, now: float) -> None:
         """After a pause of the launcher itself, as by SIGSTOP, its ranks must not look idle."""

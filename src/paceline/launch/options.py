@@ -229,12 +229,6 @@ def parser() -> CommandParser:
             help="how long ranks may take to end after SIGTERM before they are killed (default: "
             f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
         )
-    ours.add_argument_group("speed").add_argument(
-        "--profile-steps",
-        action="store_true",
-        help="sample the stacks of the ranks while they train, and print at the end where the time of the "
-        "steps went on each rank of this node",
-    )
     if "PET_MASTER_PORT" not in os.environ:
         # Older torch has a number here, which could not be distinguished from a port that the user chose.
         ours.set_defaults(master_port=None)
@@ -448,7 +442,6 @@ def _diagnosis_options(args: Namespace) -> list[str]:
     options = {
         "--hang-after": args.hang_after is not None,
         "--on-hang=end": args.on_hang == "end",
-        "--profile-steps": args.profile_steps,
     }
     return [name for name, is_given in options.items() if is_given]
 

@@ -155,8 +155,6 @@ def _run_agent(
         events.record(agent.get_event_failed(), config.event_log_handler)
         return _rendezvous_failed(local_ranks, options, error)
     finally:
-        if agent.step_profile is not None:
-            local_ranks.say(agent.step_profile.report())
         if not stay_open:
             rendezvous.shutdown()
 

@@ -63,7 +63,6 @@ _load("exit_codes")
 _stacks = _load("watch", "stacks")
 _crash_facts = _load("watch", "crash")
 _load("watch", "flight_recorder")
-_load("watch", "sampling")
 _probe = _load("watch", "probe")
 _variables = _load("launch", "variables")
 

@@ -18,7 +18,6 @@ from paceline.clock import record
 from paceline.clock.judge import judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import clock
-from paceline.job import current_step
 from paceline.job.job import Job
 from paceline.metrics.json_lines import JSONLines, write_line
 from paceline.metrics.usage import Usage
@@ -157,13 +156,8 @@ class ClockFile:
         write_line(self._lines, step, {"link": link})
 
     def advise(self) -> None:
-        """Log what limited the run most, if anything did.
-
-        A slow rank is left out if the launcher has named one, with the line of the script.
-        """
+        """Log what limited the run most, if anything did."""
         findings = judge(Record(runs=[self.run], windows=list(self._windows))) or []
-        if current_step.slow_ranks:
-            findings = [finding for finding in findings if finding.kind != "straggler"]
         if not findings:
             return
         advice = findings[0].kind, findings[0].cure

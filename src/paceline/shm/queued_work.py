@@ -143,7 +143,6 @@ class Queue(Generic[W]):
         lock: held while works advance, and to read or change the queue.
         num_issued: the number of works issued.
         entered: the number of collectives among them. They are numbered; sends and receives are not.
-        recent: number, time of issue and number of elements of the latest collectives.
     """
 
     backend: str
@@ -153,7 +152,6 @@ class Queue(Generic[W]):
     ) -> None:
         self.lock = lock
         self.num_issued = self.entered = 0
-        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._rank, self._ranks = rank, ranks
         self._works = works
         self._ended: deque[W] = deque()  # their futures are not completed yet
@@ -174,7 +172,6 @@ class Queue(Generic[W]):
         self.num_issued += 1
         if work.peer is None:
             self.entered = work.number = self.entered + 1
-            self.recent.append((self.entered, work.issued, work.elements))
 
     def _end(self, work: W, error: BaseException | None = None) -> None:
         """Remove a work that is finished, or has failed. The caller holds the lock."""

@@ -8,10 +8,8 @@ there are no entries; `table` names those that are missing.
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,27 +74,6 @@ def table() -> dict[str, Any]:
             path for path in (_DUMP, _WORLD) if _loaded(_LAST) is not None and _loaded(path) is None
         ],
     }
-
-
-def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
-    """Collectives entered after `since_ns`: group and backend, number, ns since the epoch, elements."""
-    found = [
-        (
-            f"{entry['group']} {entry['backend']}",
-            entry["collective_seq_id"],
-            entry["time_created_ns"],
-            sum(map(math.prod, entry["input_sizes"])),
-        )
-        for entry in _entries()
-        if not entry["is_p2p"]
-    ]
-    for name, queue in _our_queues():
-        base_ns = time.time_ns() - time.monotonic_ns()
-        for number, issued_s, elements in tuple(queue.recent):
-            found.append(
-                (f"{name} {queue.backend}", number, base_ns + int(issued_s * 1e9), elements)
-            )
-    return [arrival for arrival in found if arrival[2] > since_ns]
 
 
 def _entries() -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Twice a second a thread writes one line (a beat) into a file in memory that the launcher has open as well:
 how many collectives were entered and completed, and where the main thread is. If native code holds the
 interpreter's lock, no Python thread runs; faulthandler's own thread then adds its stacks to the file.
-Everything else (stacks of all threads, the flight recorder, a profile) is reported on request.
+Everything else (stacks of all threads, the flight recorder) is reported on request.
 
 launch/worker.py loads this file without importing the package `paceline`, so it may import only the standard
 library and the files next to it.
@@ -25,8 +25,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from paceline.watch.crash import Error, find_own_error
-from paceline.watch.flight_recorder import arrivals, counts, table
-from paceline.watch.sampling import profile
+from paceline.watch.flight_recorder import counts, table
 from paceline.watch.stacks import Stack, call_of, is_in_step, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
@@ -158,20 +157,14 @@ class Probe:
     def answer(self, request: dict[str, Any], send: Callable[[dict[str, Any]], Any]) -> None:
         """Answer a request of the launcher."""
 
-        def reply() -> None:
-            message = {"event": request["do"], "id": request["id"]}
-            try:
-                message |= self.REQUESTS[request["do"]](self, request)
-            except Exception as error:  # the rank must go on listening to its launcher
-                message["error"] = repr(error)
-            send(message)
+        message = {"event": request["do"], "id": request["id"]}
+        try:
+            message |= self.REQUESTS[request["do"]](self)
+        except Exception as error:  # the rank must go on listening to its launcher
+            message["error"] = repr(error)
+        send(message)
 
-        if request["do"] in ("profile", "phases"):  # they last for some time
-            threading.Thread(target=reply, name=PROBE_NAME, daemon=True).start()
-        else:
-            reply()
-
-    def _state(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[dict[str, Any]] = []  # the main one first
         for ident, frame in sys._current_frames().items():
@@ -204,27 +197,4 @@ class Probe:
         text = "".join(trace.format())[-_TRACEBACK_CHARS:]
         return dataclasses.asdict(Error.of(error, text))
 
-    def _arrivals(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"arrivals": arrivals(request["since"])}
-
-    def _profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        begin_ns = time.time_ns()
-        spent = profile(self.main, request["seconds"])
-        return {"begin_ns": begin_ns, "spent": spent, **self._arrivals(request)}
-
-    def _slow_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
-        # Only for scripts that import paceline.
-        if current_step := sys.modules.get("paceline.job.current_step"):
-            current_step.slow_ranks.update(request["ranks"])
-        return {}
-
-    def _phases(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"spent": profile(self.main, request["seconds"])}
-
-    REQUESTS: ClassVar[dict[str, Callable[[Probe, dict[str, Any]], dict[str, Any]]]] = {
-        "state": _state,
-        "arrivals": _arrivals,
-        "profile": _profile,
-        "phases": _phases,
-        "slow_ranks": _slow_ranks,
-    }
+    REQUESTS: ClassVar[dict[str, Callable[[Probe], dict[str, Any]]]] = {"state": _state}

@@ -10,72 +10,17 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from paceline.machine import cgroup_folders, core_delay_s, read_text, stat_fields
+from paceline.machine import read_text, stat_fields
 from paceline.watch.probe import PROBE_NAME
 from paceline.watch.rank_state import LATE_BEAT_S, read_beat, read_dump, read_place, read_stack
 
 _SIGKILL_PENDING = 1 << (signal.SIGKILL - 1)  # in SigPnd
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
 _PROBE_FILE = f"/memfd:{PROBE_NAME}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostSample:
-    """Counters of this host at one moment; two of them say what the host did in between.
-
-    Args:
-        time_s: Monotonic.
-        names: The names of all processes that can be seen, by pid.
-        cpu_s: CPU seconds so far, by pid.
-        job: The ranks and all processes below them.
-        delay_s: Seconds that the main thread of each rank has waited for a core so far, by pid.
-        major_faults: Pages that each rank has read from a disk so far, by pid.
-        throttled_s: Seconds that the CPU limit of a control group has stopped the ranks so far.
-    """
-
-    time_s: float
-    names: Mapping[int, str]
-    cpu_s: Mapping[int, float]
-    job: frozenset[int]
-    delay_s: Mapping[int, float]
-    major_faults: Mapping[int, int]
-    throttled_s: float
-
-
-def sample_host(pids: Sequence[int]) -> HostSample:
-    """The counters of this host, and of the ranks with these pids."""
-    names, cpu_s = {}, {}
-    for process in psutil.process_iter(["name", "cpu_times"]):
-        if (times := process.info["cpu_times"]) is not None:
-            names[process.pid] = process.info["name"]
-            cpu_s[process.pid] = times.user + times.system
-    children = read_children()
-    return HostSample(
-        time_s=time.monotonic(),
-        names=names,
-        cpu_s=cpu_s,
-        job=frozenset(pids).union(*(descendants(pid, children) for pid in pids)),
-        delay_s={pid: core_delay_s(pid) for pid in pids},
-        major_faults={
-            pid: int(fields[9]) for pid in pids if (fields := stat_fields(f"/proc/{pid}"))
-        },
-        throttled_s=_throttled_s(),
-    )
-
-
-def _throttled_s() -> float:
-    units = {"throttled_usec": 1e6, "throttled_time": 1e9}  # cgroup 2, and 1
-    lines = [
-        line.split()
-        for folder in cgroup_folders("cpu")
-        for line in read_text(folder / "cpu.stat").splitlines()
-    ]
-    return max((int(n) / units[name] for name, n in lines if name in units), default=0.0)
 
 
 _STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}

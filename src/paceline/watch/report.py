@@ -1,4 +1,4 @@
-"""The text of a hang or a straggler: `word: line`, more lines, why, fix. Pure."""
+"""The text of a hang: `word: line`, more lines, why, fix. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that the others wait for in each step. The launcher uses these rules too; see watch/straggler.py.
+"""Ranks that the others wait for in each step.
 
 The rank that waits least is the slowest one. It is late if at least half of the other ranks wait for it long
 enough, in most of the windows. `find_late` finds such ranks; `judge_late` says how much slower they are, and
