@@ -82,6 +82,23 @@ for number in range(3):
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
 """
+_FORKED = """
+lock = threading.Lock()
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        with lock: # STUCK
+            return index
+def refresh():
+    with lock:
+        time.sleep(2)
+if rank == 1:
+    threading.Thread(target=refresh, name="refresh").start()
+    time.sleep(0.5)
+for batch in torch.utils.data.DataLoader(Samples(), num_workers=1):
+    step()
+"""
+_BESIDE = "waits for a lock, and was forked beside thread refresh (train.py:"
 _REDUCE_SCATTER = """
 if rank == 1:
     time.sleep(600) # STUCK
@@ -157,6 +174,17 @@ KINDS: dict[str, Kind] = {
     ),
     "raised an error, and cleans up": Kind(
         _RAISES.replace("FINALLY", "time.sleep(600)"), (ALL_REDUCE, "in time.sleep", _RAISED)
+    ),
+    "has a worker that waits for a lock": Kind(
+        _FORKED, ("__getitem__() at train.py:{STUCK}, " + _BESIDE, "never released"), slow=False
+    ),
+    "has a worker that a lock keeps from its begin": Kind(
+        _FORKED.replace(
+            "class",
+            "os.register_at_fork(after_in_child=lambda: lock.acquire() and lock.release())\nclass",
+            1,
+        ),
+        ("has not begun, " + _BESIDE, "never released"),
     ),
     "skips a reduce_scatter": Kind(
         _REDUCE_SCATTER, ("in reduce_scatter #4 (f32[3]) at train.py:{WAITS}",), backend="gloo"

@@ -113,7 +113,7 @@ CAUSES = [
     ({"state": "Z"}, "other threads run on (state Z)", "the main thread of rank 1 has ended"),
     ({"state": "", "returncode": 0}, "ended with exit code 0", "while the others still run"),
     ({"where": LOADER, "workers": ("pid 9 stopped",)}, "worker: pid 9 stopped", "gets no batch"),
-    ({"where": LOADER}, "but none is left", "gets no batch"),
+    ({"where": LOADER}, "but none was found", "gets no batch"),
     ({"where": LOCK}, "in time.sleep", "a lock, a queue"),
     ({"where": RECEIVES, "peer": 2}, "in recv with rank 2", "different"),
     ({"where": PICKLES}, "in all_gather_object", "has not come back"),
@@ -848,6 +848,7 @@ def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
     one: Any = probe.Probe.__new__(probe.Probe)
     fd = os.memfd_create("probe")
     vars(one).update(main=0, _timer=True, _ended=False, _fd=fd, _timer_lock=threading.RLock())
+    one._forked_while = []
     one._inode = os.fstat(fd).st_ino
     script = threading.Thread(target=one._give_timer_away, args=(9.0,))
 

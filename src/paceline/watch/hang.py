@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import name_ranks
-from paceline.watch.rank_state import Call, RankState
+from paceline.watch.rank_state import FORKED_BESIDE, Call, RankState
 from paceline.watch.report import group_by_text, render
 
 # Collectives whose tensors must have the same type and number of elements on all ranks.
@@ -452,7 +452,7 @@ def _activity(state: RankState) -> str:
 
 
 def _workers(state: RankState) -> str:
-    return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none is left"
+    return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none was found"
 
 
 def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> tuple[str, str]:
@@ -484,6 +484,12 @@ def _why_and_fix(absent: Sequence[RankState], waiters: Sequence[RankState]) -> t
         return (
             f"the main thread of {who} has ended, but another thread still runs.",
             "end or join the threads that the script starts.",
+        )
+    if first.where.loader and any(FORKED_BESIDE in text for text in first.workers):
+        return (
+            f"the DataLoader of {who} gets no batch from its workers. A process has after its fork only the "
+            "thread that forked it: a lock that another thread held is never released there.",
+            "start the workers before that thread, or with multiprocessing_context='forkserver'.",
         )
     if first.where.loader:
         return (

@@ -53,9 +53,12 @@ class Probe:
         # because a signal handler may run in the thread that holds it.
         self._timer_lock = threading.RLock()
         self._ended = False
+        self._forked_while: list[
+            str
+        ] = []  # other threads at the last fork; a child keeps those at its own
         self.optimizer_steps = 0  # calls of optimizer.step() that have ended
         os.register_at_fork(
-            before=self._disarm,
+            before=self._before_fork,
             after_in_parent=self._timer_lock.release,
             after_in_child=self._timer_lock.release,
         )
@@ -84,7 +87,15 @@ class Probe:
             os.close(self._fd)
         self._start(os.memfd_create(PROBE_NAME))
 
-    def _disarm(self) -> None:
+    def _before_fork(self) -> None:
+        # A lock that another thread holds now is never released in the child.
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        self._forked_while = [
+            f"{name} ({place})" if (place := place_of_frame(frame)) else name
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+            and not (name := names.get(ident, "?")).startswith("paceline-")
+        ]
         self._timer_lock.acquire()
         if self._timer:
             faulthandler.cancel_dump_traceback_later()
@@ -109,6 +120,7 @@ class Probe:
                 "entered": entered,
                 "completed": completed,
                 "place": place_of_frame(sys._current_frames().get(self.main)),
+                "forked_while": self._forked_while,
             }
             line = json.dumps(beat).encode() + b"\n"
             with self._timer_lock:

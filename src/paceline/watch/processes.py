@@ -16,7 +16,14 @@ import psutil
 
 from paceline.machine import read_text, stat_fields
 from paceline.watch.probe import PROBE_NAME
-from paceline.watch.rank_state import LATE_BEAT_S, read_beat, read_dump, read_place, read_stack
+from paceline.watch.rank_state import (
+    FORKED_BESIDE,
+    LATE_BEAT_S,
+    read_beat,
+    read_dump,
+    read_place,
+    read_stack,
+)
 
 _SIGKILL_PENDING = 1 << (signal.SIGKILL - 1)  # in SigPnd
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
@@ -80,12 +87,17 @@ def kernel_function(pid: int) -> str:
 def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     """A few words for each child of a rank that may be a loader worker; those in the script first."""
     words = []
-    own = _probe_files(pid).keys()  # a child of `os.fork` has its rank's file, and no probe
+    own = _probe_files(pid)
     for child in read_children().get(pid, ()):
         state = read_state(child)
-        text = "".join(text for inode, text in _probe_files(child).items() if inode not in own)
-        # A spawned worker has no probe; torch names its process.
-        if not state or not (text or _name(child).startswith("pt_data_worker")):
+        files = _probe_files(child)
+        text = "".join(text for inode, text in files.items() if inode not in own)
+        in_lock = state == "S" and "futex" in kernel_function(child)
+        # A spawned worker has no probe; torch names its process. A child of `os.fork` has its rank's file and
+        # no probe, and so has a worker that waits for a lock before it begins.
+        shared = "".join(text for inode, text in files.items() if inode in own)
+        not_begun = bool(not text and in_lock and shared)
+        if not state or not (text or not_begun or _name(child).startswith("pt_data_worker")):
             continue
         beat = read_beat(text)
         where = read_place(beat.get("place", ""), cwd)
@@ -96,8 +108,13 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
         )
         if does is None:
             unknown = "is idle" if text else "runs" if state == "R" else "waits"
+            unknown = "has not begun" if not_begun else unknown
             place = where.function_at_line or unknown
             does = f"in {place}" if "() at " in place else place
+        threads = read_beat(text or shared).get("forked_while")
+        if in_lock and threads:
+            names = " and ".join(threads[:2]).replace(cwd.rstrip("/") + "/", "")
+            does += f", waits for a lock, and was {FORKED_BESIDE} {names}"
         words.append((not where.script, f"pid {child} {does}"))
     return tuple(text for _, text in sorted(words))
 

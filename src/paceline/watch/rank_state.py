@@ -15,6 +15,7 @@ from typing import Any
 from paceline.watch.stacks import Frame, frames_of_script
 
 HELD = ("T", "t")  # states of a process that SIGSTOP or a debugger has stopped
+FORKED_BESIDE = "forked beside thread"  # of a worker that waits for a lock
 LATE_BEAT_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
 _DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
