@@ -228,8 +228,12 @@ def test_an_error_in_flight_is_the_cause_unless_all_ranks_have_it() -> None:
     assert "batches" not in found.text
     missing = "ModuleNotFoundError: No module named 'apex' at train.py:1 in <module>"
     states = [*waiting(0, 2, 3), rank(1, barrier)]
-    found = verdict(*(dataclasses.replace(state, raised=missing) for state in states))
-    assert "raised" not in found.text
+    states = [dataclasses.replace(state, raised=missing) for state in states]
+    assert "raised" not in verdict(*states).text
+    states[3] = dataclasses.replace(states[3], raised=f"{raised}\n{missing}")
+    found = verdict(*states)
+    assert found.culprits == (1,)
+    assert (f"raised {raised}, and" in found.text, "apex" in found.text) == (True, False)
 
 
 def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.local_ranks import LocalRanks, Question, Rank, raised_error
+from paceline.launch.local_ranks import LocalRanks, Question, Rank
 from paceline.launch.node_exchange import NodeExchange
 from paceline.torch_private import NAMES
 from paceline.watch import processes
@@ -274,5 +274,5 @@ class HangWatch:
 
 
 def _raised_text(answer: dict[str, Any], cwd: str) -> str:
-    error = raised_error(answer)
-    return f"{error.text} at {error.place.removeprefix(cwd.rstrip('/') + '/')}" if error else ""
+    texts = (answer.get("raised") or {}).get("texts", [])
+    return "\n".join(texts).replace(f" at {cwd.rstrip('/')}/", " at ")

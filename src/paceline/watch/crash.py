@@ -95,6 +95,15 @@ class Error:
         return f"{self.type}: {text}" if text else self.type
 
 
+def own_errors(error: BaseException | None, stack: Stack) -> list[BaseException]:
+    """All exceptions that `find_own_error` may find, the innermost first."""
+    found: list[BaseException] = []
+    while (own := find_own_error(error, stack)) is not None and all(own is not e for e in found):
+        found.append(own)
+        error = _behind(own)
+    return found
+
+
 def find_own_error(error: BaseException | None, stack: Stack) -> BaseException | None:
     """Of an exception that is being handled and those behind it, the first one that the script raised.
 

@@ -564,9 +564,10 @@ def _diagnosis(
 ) -> Diagnosis:
     lines = [*lines, *_optimizer_steps(states)]
     # The same error on all ranks, such as a failed import that the script expects, does not divide them.
-    errors = {state.raised for state in states}
-    raised = [state for state in states if state.raised and len(errors) > 1]
-    for text, members in group_by_text(raised, lambda state: state.raised).items():
+    common = set.intersection(*(set(state.raised.splitlines()) for state in states))
+    own = {s.rank: [e for e in s.raised.splitlines() if e not in common] for s in states}
+    raised = [state for state in states if own[state.rank]]
+    for text, members in group_by_text(raised, lambda state: own[state.rank][0]).items():
         lines.insert(
             1, _with_ranks(members, f"raised {text}, and still runs a `finally` or `except` block")
         )

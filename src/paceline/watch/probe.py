@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from paceline.watch.crash import Error, find_own_error
+from paceline.watch.crash import Error, own_errors
 from paceline.watch.flight_recorder import counts, table
 from paceline.watch.stacks import Stack, call_of, is_in_step, place_of_frame, stack_of
 
@@ -202,11 +202,13 @@ class Probe:
         handled: Any = sys._current_exceptions().get(self.main)
         if isinstance(handled, tuple):  # before Python 3.12
             handled = handled[1]
-        error = find_own_error(handled, stack)
-        if error is None:
+        errors = own_errors(handled, stack)
+        if not errors:
             return None
+        error = errors[0]
         trace = traceback.TracebackException(type(error), error, error.__traceback__)
         text = "".join(trace.format())[-_TRACEBACK_CHARS:]
-        return dataclasses.asdict(Error.of(error, text))
+        texts = [f"{(e := Error.of(each, '')).text} at {e.place}" for each in errors]
+        return dataclasses.asdict(Error.of(error, text)) | {"texts": texts}
 
     REQUESTS: ClassVar[dict[str, Callable[[Probe], dict[str, Any]]]] = {"state": _state}

@@ -143,7 +143,7 @@ class RankState:
         holds_gil: Whether native code holds the GIL, so that the rank cannot answer.
         in_unreported_collective: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
-        raised: The error that the script handles: its type, message and place. Empty if there is none.
+        raised: The errors that the script handles, in lines, the latest first: type, message and place.
         in_step: Whether it is in a forward in training mode, in a backward, or in an optimizer.
         optimizer_steps: How many calls of optimizer.step() have ended, of all optimizers together.
         step: Its training step; 0 if unknown.
