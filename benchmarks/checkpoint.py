@@ -58,7 +58,7 @@ def sides(
             "models": [paceline.unwrap(model).state_dict()],
             "optimizers": [optimizer.state_dict()],
         }
-        checkpoints.save(job, step, content, wait=False, steady=steady, finite_prefix="models.")
+        checkpoints.save(job, step, content, wait=False, steady=steady)
         return lambda: checkpoints.finish(job, required=True)
 
     def torchs(step: int) -> Wait:

@@ -43,7 +43,6 @@ def _facts(job: Any) -> dict[str, Any]:
         "device": str(job.device),
         "total": total.tolist(),
         "gathered": collectives.gather(job, {"r": job.rank, "text": "x" * job.rank}),
-        "sum": collectives.sum_tensor(job, torch.tensor([job.rank, 0.5])).tolist(),
         "agreed": paceline.agree(job, "a thing", [1, "two"]),
         "from rank 0": paceline.on_rank0(job, lambda: {"rank": job.rank}),
         "drawn": [torch.rand(1).item(), float(np.random.rand()), random.random()],
@@ -62,7 +61,6 @@ def test_ranks_know_their_place_and_talk(nproc: int) -> None:
         assert facts["device"] == "cpu" or torch.cuda.is_available()
         assert facts["total"] == [nproc] * 3
         assert facts["gathered"] == [{"r": r, "text": "x" * r} for r in range(nproc)]
-        assert facts["sum"] == [sum(range(nproc)), nproc * 0.5]
         assert facts["agreed"] == [1, "two"]
         assert facts["from rank 0"] == {"rank": 0}
         assert facts["drawn"] == all_facts[0]["drawn"]

@@ -166,7 +166,7 @@ def test_preemption_requeue_and_the_same_weights(
     text = output(tmp_path)
     assert job["JobState"] == "COMPLETED", text
     assert job["Restarts"] == "1"
-    assert "exit code 75 asks to be started again" in text
+    assert "exit code 75 requests a restart" in text
     assert weights(text) == undisturbed
     # No step was lost and none was done twice: the checkpoint is that of the last step.
     for rank in (0, 1):

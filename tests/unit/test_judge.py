@@ -11,7 +11,6 @@ from paceline.clock import judge as clock_judge
 from paceline.clock.checks.stragglers import find_late
 from paceline.clock.finding import Finding
 from paceline.clock.record import Record, Window
-from paceline.clock.shares import judge_shares
 from paceline.clock.step_clock import PHASES
 
 RUN: dict[str, Any] = {
@@ -222,14 +221,6 @@ def test_ranks_that_are_slow_for_different_reasons_are_not_averaged() -> None:
     )
     assert found.gain == pytest.approx(1.3)
     assert "includes rank 0, which" in found.details
-
-
-def test_shares_of_the_time_alone_are_judged_with_the_same_limit() -> None:
-    found = judge_shares({"data": 0.5, "checkpoint": 0.08, "backward": 0.42})
-    assert [(f.kind, f.title, f.gain) for f in found] == [
-        ("data", "50 % of the time goes to data", 2.0)
-    ]
-    assert judge_shares({"data": 0.05, "forward": 0.9}) == []
 
 
 def test_ranks_that_are_late_in_turn_are_no_stragglers() -> None:

@@ -9,21 +9,18 @@ LEAST_GAIN = 1.1  # a smaller expected gain is within the noise of a shared mach
 _LARGER_SHARE = (
     "check whether it has larger or more samples than the others, or a larger part of the model"
 )
-# What to do about a phase, of the clock or of a profile of stacks, that takes long on one rank or on all.
+# What to do about a phase of the clock that takes long on one rank or on all.
 CURES = {
     "data": "load samples in worker processes (num_workers), or make them cheaper",
     "copy": "check the connection between host and device",
     "forward": _LARGER_SHARE,
     "backward": _LARGER_SHARE,
     "optimizer": "check whether it updates more parameters than the others, or does more here",
-    "garbage collection": "call gc.freeze() after setup; or gc.disable(), and gc.collect() on all ranks in "
-    "the same step",
     "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
     "evaluation": "evaluate on all ranks together (paceline.evaluate)",
     "logging": "log less often, or in another thread",
-    "other code": "do that work on all ranks, less often, or in another thread or process",
+    "other": "do that work on all ranks, less often, or in another thread or process",
 }
-CURES["other"] = CURES["other code"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class Finding:
 
     Args:
         kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint",
-            "evaluation", "logging" or "garbage collection".
+            "evaluation" or "logging".
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
         cure: What to change: "Batches(..., workers=4)".
         gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.

@@ -4,9 +4,6 @@
 `check(evidence)`, which yields findings. A new check is a new file there, and a line in `_CHECKS`.
 
 Each cure is judged alone, and only reported if it makes the steps at least 1.1 times as fast.
-
-The launcher also watches scripts without a step clock, with two parts of this room: the rules for late ranks
-(clock/checks/stragglers.py) and the rules for shares of the time (clock/shares.py).
 """
 
 from __future__ import annotations

@@ -108,16 +108,6 @@ def gather_rows(job: Job, row: torch.Tensor, group: dist.ProcessGroup | None) ->
     return rows
 
 
-def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
-    """Add up the CPU tensors of all data ranks, in place, and return the tensor.
-
-    Collective: all ranks, same order as the job's other collectives.
-    """
-    if job.data.control is not None:
-        _run(job, lambda: dist.all_reduce(tensor, group=job.data.control))
-    return tensor
-
-
 def all_reduce(job: Job, tensor: torch.Tensor) -> torch.Tensor:
     """Add up the tensors of all data ranks, in place, on the job's device, and return the tensor.
 

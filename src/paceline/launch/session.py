@@ -192,7 +192,7 @@ def _run_agent_of_torch(
 
 def _preempted(local_ranks: LocalRanks) -> int:
     local_ranks.say(
-        f"preempted: all ranks have ended; exit code {ExitCode.PREEMPTED} asks to be started again"
+        f"preempted: all ranks have ended; exit code {ExitCode.PREEMPTED} requests a restart"
     )
     return ExitCode.PREEMPTED
 

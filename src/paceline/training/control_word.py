@@ -246,7 +246,7 @@ class Control:
         steps = len(self._losses)
         elapsed = time.perf_counter() - self._began
         self.own.preempt = bool(notice.received)
-        # The word before has just brought this save; rank 0 asked again while that word was on its way.
+        # This save is already scheduled; drop the duplicate request.
         self.own.save &= not self.agreed.save
         requests, self.own = self.own, Requests()
         copied = [] if self._copied is None else [self._copied]

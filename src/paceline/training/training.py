@@ -780,7 +780,7 @@ class Training:
         if self.checkpoints is not None:
             saved = f"saved in {self.checkpoints.folder}"
         log.logger.info(
-            "preempted by %s after step %d: %s; exit code %s asks to be started again.",
+            "preempted by %s after step %d: %s; exit code %s requests a restart.",
             preempted.signal_name,
             preempted.step,
             saved,
