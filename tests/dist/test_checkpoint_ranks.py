@@ -272,7 +272,7 @@ def _on_slow_storage(job: Any, folder: str) -> int:
     return training.number
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [2, *[pytest.param(n, marks=pytest.mark.ci) for n in (1, 3)]])
 def test_a_late_save_ends_no_training_and_leaves_out_the_next(nproc: int, tmp_path: Path) -> None:
     assert run_ranks(_on_slow_storage, str(tmp_path), nproc=nproc, timeout_s=2) == [3] * nproc
     assert committed(open_store(tmp_path)) == [1, 3]

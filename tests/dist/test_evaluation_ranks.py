@@ -175,6 +175,7 @@ def _with_all_list_states(job: Any) -> list[Any]:
     return [_with_list_states(job, name) for name in ("samples", "stream")]
 
 
+@pytest.mark.ci
 def test_list_states_of_metrics_keep_their_entries_and_order() -> None:
     (want,) = run_ranks(_with_all_list_states, nproc=1)
     images = [torch.arange(i % 3 + 1.0) + i for i in range(9)]

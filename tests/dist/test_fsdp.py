@@ -276,6 +276,7 @@ def _bf16_parameters(
     return dtypes, {p.dtype for p in model.parameters()}, losses
 
 
+@pytest.mark.ci
 def test_the_gathered_parameters_may_have_another_dtype(tmp_path: Path) -> None:
     alone = run_ranks(_bf16_parameters, 3, nproc=1)[0]
     both = run_ranks(_bf16_parameters, 3, nproc=2)
@@ -326,6 +327,7 @@ def _compiled_names(job: Any) -> set[str]:
     return {name for name, _ in training._context.strategy.whole_state(model)}
 
 
+@pytest.mark.ci
 def test_a_compiled_model_is_exported_with_its_own_names() -> None:
     assert run_ranks(_compiled_names, nproc=2) == [set(Net().state_dict())] * 2
 
@@ -379,6 +381,7 @@ def _resumed_bits(job: Any, folder: str, until: int) -> list[bytes]:
     return [value.numpy().tobytes() for value in whole.values()]
 
 
+@pytest.mark.ci
 def test_a_resumed_training_is_bit_equal_to_a_straight_one(tmp_path: Path) -> None:
     straight = run_ranks(_resumed_bits, str(tmp_path / "a"), 6, nproc=2)
     run_ranks(_resumed_bits, str(tmp_path / "b"), 3, nproc=2)

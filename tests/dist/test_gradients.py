@@ -122,6 +122,7 @@ def test_gradients_of_n_ranks_are_those_of_one(seed: int) -> None:
             assert _worst(got[1], single) <= 1e-6
 
 
+@pytest.mark.ci
 def test_the_micro_batch_changes_nothing() -> None:
     todo = [
         Case(23, 7, micro, "samples", reduction=reduction)

@@ -378,7 +378,7 @@ def _stops_while_it_sends(job: Any, by: signal.Signals) -> bytes:
 def test_a_rank_that_ends_or_stops_while_it_sends_its_result(by: Any, error: str) -> None:
     began = time.monotonic()
     with pytest.raises(LaunchFailed, match=error):
-        paceline.spawn(_stops_while_it_sends, by, nproc=2, deadline_s=8)
+        paceline.spawn(_stops_while_it_sends, by, nproc=2, deadline_s=5)
     assert time.monotonic() - began < 20
 
 

@@ -415,6 +415,7 @@ def _receive(pipe: multiprocessing.connection.Connection) -> Any:
     return pipe.recv()
 
 
+@pytest.mark.ci
 def test_three_workers_one_killed_one_joining(tmp_path: Path) -> None:
     with _Connected(tmp_path, make=_adagrad, max_staleness=4) as to:
         killed, *others = (_start(to.files, 1, "killed"), _start(to.files, 2), _start(to.files, 3))

@@ -75,7 +75,7 @@ def _first(job: Any, folder: str, until: int | None) -> list[int]:
     return _train(job, folder, _Items(100), until)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_a_position_in_other_data_is_refused(tmp_path: Path, nproc: int) -> None:
     folder = str(tmp_path)
     run_ranks(_first, folder, 5, nproc=nproc)

@@ -91,7 +91,11 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("nproc", "num_programs"),
-    [(2, 4), (4, 4), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (2, 3, 4))],
+    [
+        (2, 4),
+        pytest.param(4, 4, marks=pytest.mark.ci),
+        *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (2, 3, 4)),
+    ],
 )
 def test_results_are_those_of_gloo_and_sums_are_in_rank_order(
     nproc: int, num_programs: int

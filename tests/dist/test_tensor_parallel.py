@@ -143,6 +143,7 @@ def _each_between(job: Any) -> list[Result]:
     return [_train(job, None, 5, net=_with_parameters_between, **each) for each in options]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS[:2])
 def test_parameters_between_split_layers_train_as_on_one_process(nproc: int, mesh: Mesh) -> None:
     want = run_ranks(_each_between, nproc=1)[0][0]
@@ -212,6 +213,7 @@ def test_tied_weights_stay_tied() -> None:
         torch.testing.assert_close(got[2]["head.weight"], got[2]["tokens.weight"], rtol=0, atol=0)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_resumed_on_other_layouts(tmp_path: Path) -> None:
     want = run_ranks(_train, None, 8, nproc=1)[0]
     folder = str(tmp_path / "run")

@@ -64,7 +64,7 @@ def _check(folder: str, *logs: Path) -> None:
         verify(store, read_manifest(store, step))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path, ranks: int) -> None:
     script, folder = tmp_path / "train.py", str(tmp_path / "saves")
     script.write_text(SAVES)
@@ -99,6 +99,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.ci
 def test_a_process_that_has_left_its_job_does_not_keep_the_folder(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", str(tmp_path / "saves")
     script.write_text(SAVES)
@@ -117,7 +118,7 @@ def test_a_process_that_has_left_its_job_does_not_keep_the_folder(tmp_path: Path
 @pytest.mark.parametrize(
     ("where", "seed"),
     [
-        pytest.param(where, seed, marks=[] if seed == 0 else [pytest.mark.slow])
+        pytest.param(where, seed, marks=pytest.mark.slow if seed else pytest.mark.ci)
         for where in ("disk", "object store")
         for seed in range(10)
     ],

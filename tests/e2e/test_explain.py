@@ -77,6 +77,7 @@ def test_a_port_that_is_taken_has_its_owner_named(tmp_path: Path) -> None:
     assert "  fix:   do not set --master-port" in done.err
 
 
+@pytest.mark.ci
 def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
     script = "if rank == 1: raise ValueError('bad sample')\njoin()\n"
     text = _torchrun(script, tmp_path)

@@ -201,6 +201,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert lines(tmp_path, "ended") == [], "the step did not end"
 
 
+@pytest.mark.ci
 def test_a_rank_whose_peer_failed_does_not_finish_its_step(tmp_path: Path) -> None:
     # On a busy host the kernel may take seconds to end a killed process.
     process = begin(tmp_path, "--nproc-per-node=2 --shutdown-timeout=25", SLOW_S="20")
@@ -256,7 +257,7 @@ for _ in range(600):
 """
 
 
-@pytest.mark.parametrize("code", ["75", "0"])
+@pytest.mark.parametrize("code", ["75", pytest.param("0", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("other", ["raises", "stays"])
 def test_a_rank_that_does_not_end_well_after_a_signal_is_reported(
     tmp_path: Path, code: str, other: str

@@ -94,6 +94,7 @@ def _bounds_s(events: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     return {phase: (least[phase] / 1e6, most[phase] / 1e6) for phase in PROFILED}
 
 
+@pytest.mark.ci
 def test_a_trace_of_two_ranks_agrees_with_the_clock(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     # One step more than there are: the trace is written after the training, not in the time of its last step.

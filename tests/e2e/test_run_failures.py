@@ -483,6 +483,7 @@ except ValueError:
 """
 
 
+@pytest.mark.ci
 def test_an_error_is_the_cause_also_if_the_rank_ends_during_its_clean_up(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", LONG_CLEAN_UP.replace("CAUGHT", "False"), tmp_path)
     assert done.code == 1
@@ -490,6 +491,7 @@ def test_an_error_is_the_cause_also_if_the_rank_ends_during_its_clean_up(tmp_pat
     assert "paceline: rank 0 of 2 failed: ValueError: bad sample 17" in done.err
 
 
+@pytest.mark.ci
 def test_an_error_that_left_the_job_and_was_caught_is_no_failure(tmp_path: Path) -> None:
     script = LONG_CLEAN_UP.replace("CAUGHT", "True").replace("20", "0")
     done = run("--nproc-per-node=1", script, tmp_path)
@@ -517,12 +519,16 @@ print("finished")
 @pytest.mark.parametrize(
     ("line", "failed"),
     [
-        ("wait([save()])", "ranks 0 and 1 of 2 failed: CheckpointException: rank 1: "),
+        pytest.param(
+            "wait([save()])",
+            "ranks 0 and 1 of 2 failed: CheckpointException: rank 1: ",
+            marks=pytest.mark.ci,
+        ),
         ("save_alone()", "rank 1 of 2 failed: RuntimeError: Parent directory /dev/null"),
         # An error that the script has read is its own affair.
         ("print(save().exception())", ""),
         ("pending = save_alone(); time.sleep(0.5); pending.exception(timeout=9)", ""),
-        ("folder = '.'; save_alone()", ""),
+        pytest.param("folder = '.'; save_alone()", "", marks=pytest.mark.ci),
     ],
 )
 def test_an_error_of_a_save_that_nobody_reads_is_a_failure(

@@ -330,6 +330,7 @@ def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
     assert facts["fix"] or script.stem in ("raises", "exits_early_at_once", "exits_with_words")
 
 
+@pytest.mark.ci
 def test_the_report_as_text(tmp_path: Path) -> None:
     script = break_script(TESTS / "broken/05_compiled.diff", tmp_path)
     done = verify("--steps", "20", str(script), folder=tmp_path)
