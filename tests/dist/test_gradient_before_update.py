@@ -14,7 +14,8 @@ from torch import nn
 
 import paceline
 from paceline import Mesh
-from paceline.testing import run_ranks
+from paceline.errors import StepError
+from paceline.testing import run_failing_ranks, run_ranks
 
 SAMPLES = 7  # ragged on 2 and 3 ranks: one has a padding micro-batch
 LAYOUTS: dict[str, tuple[int, Mesh | None]] = {
@@ -222,3 +223,21 @@ def test_one_loss_for_each_optimizer_is_refused_with_the_fix(nproc: int) -> None
     for found in run_ranks(refusals, _twice, kinds, nproc=nproc):
         for kind in kinds:
             assert "step.backward(loss)" in found[kind][1]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_gradients_that_are_cleared_between_micro_batches_are_an_error(nproc: int) -> None:
+    for outcome in run_failing_ranks(_clears_too_early, nproc=nproc):
+        assert isinstance(outcome.error, StepError), outcome.text
+        assert "gradients of the earlier micro-batches of this step are gone" in str(outcome.error)
+
+
+def _clears_too_early(job: Any) -> None:
+    model = paceline.ddp(job, nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=12, micro_batch=2)
+    for step in paceline.Training(job, model, optimizer, batches).steps(until=2):
+        for x, y in step:
+            optimizer.zero_grad()
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        step.update()

@@ -16,7 +16,7 @@ CURES = {
     "forward": _LARGER_SHARE,
     "backward": _LARGER_SHARE,
     "optimizer": "check whether it updates more parameters than the others, or does more here",
-    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
+    "checkpoint": "save less often",
     "evaluation": "evaluate on all ranks together (paceline.evaluate)",
     "logging": "log less often, or in another thread",
     "other": "do that work on all ranks, less often, or in another thread or process",

@@ -157,9 +157,9 @@ class ReplicaCheck:
         return Desync(
             f"{what} {name}{more}: replicas have drifted apart.",
             where=self._job.where(step=step),
-            why=f"{known}something changed them on some ranks alone: code under `if rank == ...`, a weight "
-            "written outside the optimizer, ranks with different processors or numbers of threads, or "
-            "faulty memory.",
+            why=f"{known}something changed them on some ranks alone: a forward that did not go through the "
+            "wrapped model, code under `if rank == ...`, a weight written outside the optimizer, ranks with "
+            "different processors or numbers of threads, or faulty memory.",
             fix=f"{cure}; if the difference is intended, use desync_every=0.",
             parameter=name,
             differing=differing,

@@ -108,6 +108,7 @@ class _Record:
     count: float | torch.Tensor = 0
     total: torch.Tensor | None = None  # with count="tokens": the count summed over ranks, shape ()
     backwards: int = 0
+    begun: torch.Tensor | None = None  # a parameter with the gradient of an earlier micro-batch
     is_updated: bool = False
     was_stepped: bool = False  # by `update`, unless the loss scaler left it out
     is_skipped: bool = False
@@ -247,6 +248,7 @@ class Step:
     def _begin_micro_batches(self) -> None:
         """Prepare for the micro-batches of the step, or for their repetition."""
         for record in self._records:
+            record.begun = None
             record.trained.clear_gradients_if_extended()
         strategy = self._context.strategy
         if strategy.needs_equal_micro_batches or strategy.runs_micro_batches:
@@ -416,6 +418,12 @@ class Step:
             )
         count = self._checked_count(loss, count, reduction, micro, records[0])
         reduction = reduction or "mean"
+        if records[0].begun is not None and records[0].begun.grad is None:
+            raise self._error(
+                "the gradients of the earlier micro-batches of this step are gone.",
+                why="the loop calls optimizer.zero_grad(), or sets p.grad, between them.",
+                fix="leave it out: `step.update()` clears the gradients.",
+            )
         self._refuse_backward(loss, records, optimizer)
         for record in records:
             record.needs_backward = False
@@ -444,6 +452,9 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
+        for record in records if not micro.is_last else ():
+            with_grad = (p for p in record.trained.parameters if p.grad is not None)
+            record.begun = next(with_grad, None)
         if micro.is_last and not context.strategy.repeats_steps:
             self._complete_gradients(records)
         if any(other.needs_backward for other in self._records):
