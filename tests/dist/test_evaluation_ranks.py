@@ -107,6 +107,7 @@ def _with_metrics_of_each_length(job: Any) -> list[dict[str, Any]]:
     return [_with_metrics(job, n) for n in (6, 25)]  # of 6 samples some ranks get none
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nproc", [3, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)]])
 def test_any_metric_and_predictions_in_order(nproc: int) -> None:
     want = run_ranks(_with_metrics_of_each_length, nproc=1)[0]

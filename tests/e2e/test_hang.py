@@ -9,14 +9,18 @@ import pytest
 from hangs import ALONE, KINDS, OTHERS_IN, alone_script, expected, extra_script, script, verdict
 from launching import rows_of, run
 
+IN_MAKE_TEST = ("sleeps", "calls another collective", "raised an error, and waits for ranks")
+
+
+def _marks(name: str, ours: bool) -> list[pytest.MarkDecorator]:
+    if name in IN_MAKE_TEST and not ours:
+        return []
+    return [pytest.mark.slow if KINDS[name].slow or (ours and name != "sleeps") else pytest.mark.ci]
+
+
 # Each kind once without and once with paceline; `benchmarks/verdicts.py` runs all numbers of ranks.
 CASES = [
-    pytest.param(
-        name,
-        world,
-        ours,
-        marks=[] if not KINDS[name].slow and (not ours or name == "sleeps") else pytest.mark.slow,
-    )
+    pytest.param(name, world, ours, marks=_marks(name, ours))
     for name in KINDS
     for world, ours in ((2, False), (3, True))
     if not (ours and KINDS[name].once)
