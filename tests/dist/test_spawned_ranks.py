@@ -63,6 +63,12 @@ def _one_sleeps(job: Job, sleeper: int) -> int:
     return job.rank
 
 
+def _others_wait(job: Job, sleeper: int) -> int:
+    rank = _one_sleeps(job, sleeper)
+    dist.barrier(group=job.group)
+    return rank
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("nproc", "sleeper"), [(1, 0), (3, 2)])
 def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) -> None:
@@ -74,7 +80,7 @@ def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) 
 @pytest.mark.ci
 def test_who_is_waited_for_is_shown_beside_a_timeout() -> None:
     with pytest.raises(RuntimeError) as caught:
-        paceline.spawn(_one_sleeps, 2, nproc=3, timeout_s=2, deadline_s=60)
+        paceline.spawn(_others_wait, 2, nproc=3, timeout_s=2, deadline_s=60)
     assert "did not finish" not in str(caught.value)
     _assert_shown(caught.value, 2)
 

@@ -69,7 +69,7 @@ def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> No
 
 def settings(optimizer: torch.optim.Optimizer, *, has_schedule: bool) -> list[dict[str, Any]]:
     """Of each parameter group, the options that only the program sets."""
-    scheduled = {"lr", "initial_lr", "momentum", "betas"} if has_schedule else set()
+    scheduled = {"lr", "momentum", "betas"} if has_schedule else set()
     return [
         {
             name: value
