@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,13 @@ def test_another_model_or_optimizer_is_refused() -> None:
             state.check(models, optimizers, saved)
     with pytest.raises(CheckpointError, match="version 3; this release reads versions 1 and 2"):
         state.check([net], [sgd(net.parameters())], saved | {"version": 3})
+
+
+def test_a_kept_state_gets_the_names_of_its_object_and_keeps_its_types() -> None:
+    own = {"model.module.w": 0, "_orig_mod.b": 0, "seen": Counter()}
+    saved = {"model.w": 1, "b": 2, "seen": Counter(a=3), "more": [4]}
+    found = state.fitted(own, saved)
+    assert found == {"model.module.w": 1, "_orig_mod.b": 2, "seen": Counter(a=3), "more": [4]}
+    assert type(found["seen"]) is Counter
+    # Two names that differ only in wrappers are two names.
+    assert state.fitted({"w": 0}, {"w": 1, "module.w": 2}) == {"w": 1, "module.w": 2}

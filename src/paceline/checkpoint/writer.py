@@ -233,17 +233,13 @@ class Save:
         self._finite = frozenset(finite)
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
-        self._marks: dist.Store | None = (
-            None  # a client of the job's store, for marks of failed ranks
-        )
+        self._marks: dist.Store | None = None  # where failed ranks leave a mark
         if job.store is not None:
             own_client: dist.Store = job.store.clone()  # type: ignore[attr-defined] # not in torch's stubs
             # Counted for the job, because it may have several `Checkpoints`. All ranks count alike.
             number = job.store.add(f"checkpoint/saves/{job.rank}", 1)
-            self._acks, self._marks = (
-                dist.PrefixStore(f"checkpoint/{number}", own_client),
-                own_client,
-            )
+            self._acks = dist.PrefixStore(f"checkpoint/{number}", own_client)
+            self._marks = own_client
         self._thread = threading.Thread(target=self._run, name="paceline-save", daemon=True)
         self._thread.start()
 

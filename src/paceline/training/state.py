@@ -149,7 +149,7 @@ def fitted(own: Any, saved: Any) -> Any:
         own: What `state_dict` of the object returns now.
         saved: What it returned when it was saved. Tensors are whole, or sharded as those in `own`.
     """
-    if isinstance(own, Mapping) and isinstance(saved, dict):
+    if isinstance(own, Mapping) and type(saved) is dict:  # a Counter stays one
         match = _matching(own)
         names = [match(name) for name in saved]
         if len(set(names)) < len(saved):
