@@ -50,7 +50,7 @@ class _Lines:
     def close(self) -> None: ...
 
 
-def _trains(job: Any, as_device: bool, count: str, bad_step: int) -> Any:
+def _trains(job: Any, as_device: bool, count: str, bad_step: int, global_batch: int = 12) -> Any:
     if as_device:
 
         def copied(device: torch.device) -> _Event:
@@ -59,11 +59,14 @@ def _trains(job: Any, as_device: bool, count: str, bad_step: int) -> Any:
 
         training._new_event = lambda device: _Event  # type: ignore[assignment]
         control_word._is_on_device = lambda value: isinstance(value, torch.Tensor)  # type: ignore[assignment]
+        control_word._is_late = lambda device: True  # type: ignore[assignment]
         control_word._event_after = copied  # type: ignore[assignment]
     model = paceline.ddp(job, nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.randn(12 * STEPS, 4, generator=torch.Generator().manual_seed(1)))
-    batches = paceline.Batches(job, data, global_batch=12)
+    data = TensorDataset(
+        torch.randn(global_batch * STEPS, 4, generator=torch.Generator().manual_seed(1))
+    )
+    batches = paceline.Batches(job, data, global_batch=global_batch)
     own = paceline.Training(job, model, optimizer, batches, count=count)
     logger = _Lines()
     own.report(loggers=[logger])
@@ -105,3 +108,9 @@ def test_a_device_is_asked_seldom_and_the_logged_values_stay_the_same(
 def test_a_loss_that_is_not_finite_is_found_through_the_copy(nproc: int) -> None:
     outcomes = run_ranks(_trains, True, "samples", 40, nproc=nproc)
     assert [failed_at for _, _, failed_at in outcomes] == [40] * nproc
+
+
+def test_a_rank_without_samples_sends_words_of_the_same_length() -> None:
+    """One sample a step, so the other ranks have none, and nothing to copy."""
+    want = run_ranks(_trains, False, "samples", 0, 1, nproc=3)[0][0]
+    assert run_ranks(_trains, True, "samples", 0, 1, nproc=3)[0][0] == want

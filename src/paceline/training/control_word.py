@@ -255,7 +255,8 @@ class Control:
             values = _Values(
                 self._first, self._losses, self._counts, self._micro_losses, requests.reduce
             )
-            if now or values.is_on_host:
+            # Alike on all ranks, also on one that had no sample: their words must be equally long.
+            if now or not _is_late(self._job.device):
                 copied.append(values)
             else:
                 self._copied = values  # reading it now would wait for the device
@@ -372,9 +373,6 @@ class _Values:
     Args:
         first: Number of the first step.
         reduce: Whether a rank of these steps has logged values that are combined over ranks.
-
-    Attributes:
-        is_on_host: Whether nothing was copied.
     """
 
     def __init__(
@@ -397,7 +395,6 @@ class _Values:
                 self._event = _event_after(stacked.device)
             else:
                 self._copies.append(torch.empty(0))
-        self.is_on_host = self._event is None
 
     def read(self) -> tuple[list[float], list[float]]:
         """The loss and the count of each step."""
@@ -413,6 +410,11 @@ class _Values:
             for i, value in enumerate(sums)
             if not math.isfinite(value)
         }
+
+
+def _is_late(device: torch.device) -> bool:
+    """Whether the device computes later than the host asks it to."""
+    return device.type != "cpu"
 
 
 def _is_on_device(value: Any) -> bool:
