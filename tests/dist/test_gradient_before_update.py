@@ -226,18 +226,29 @@ def test_one_loss_for_each_optimizer_is_refused_with_the_fix(nproc: int) -> None
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_gradients_that_are_cleared_between_micro_batches_are_an_error(nproc: int) -> None:
-    for outcome in run_failing_ranks(_clears_too_early, nproc=nproc):
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("zero_grad", "gradients of the earlier micro-batches of this step are gone"),
+        ("step", "the loop called `step()` of its SGD"),
+    ],
+)
+def test_a_call_of_the_optimizer_that_would_spoil_the_step_is_an_error(
+    nproc: int, call: str, words: str
+) -> None:
+    for outcome in run_failing_ranks(_calls_optimizer, call, nproc=nproc):
         assert isinstance(outcome.error, StepError), outcome.text
-        assert "gradients of the earlier micro-batches of this step are gone" in str(outcome.error)
+        assert words in str(outcome.error)
 
 
-def _clears_too_early(job: Any) -> None:
+def _calls_optimizer(job: Any, call: str) -> None:
     model = paceline.ddp(job, nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_data(), global_batch=12, micro_batch=2)
     for step in paceline.Training(job, model, optimizer, batches).steps(until=2):
         for x, y in step:
-            optimizer.zero_grad()
+            if call == "zero_grad":
+                optimizer.zero_grad()
             step.backward(nn.functional.cross_entropy(model(x), y))
+        getattr(optimizer, call)()
         step.update()

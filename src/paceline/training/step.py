@@ -142,6 +142,7 @@ class Step:
         "ends_epoch",
         "epoch",
         "grad_norm",
+        "is_updating",
         "num_samples",
         "number",
     )
@@ -162,6 +163,7 @@ class Step:
         self.num_samples = planned.num_samples
         self.ends_epoch = planned.ends_epoch
         self.grad_norm: torch.Tensor | None = None
+        self.is_updating = False
 
     def __repr__(self) -> str:
         return f"Step(number={self.number}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -563,9 +565,11 @@ class Step:
             context.precision.scaler.unscale_(record.trained.optimizer)
         is_finite = self._clip(records, clipping)
         context.before_update()
+        self.is_updating = True
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
             record.is_updated = True
+        self.is_updating = False
         self._num_not_updated -= len(records)
         if self.is_done:
             if not all(each.was_stepped for each in self._used_records()):

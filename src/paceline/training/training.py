@@ -315,11 +315,14 @@ class Training:
         agreed = self._control.agreed
         notice.watch(self)
         clock.start(_new_event(self.job.device))
+        hooks = [o.register_step_pre_hook(self._refuse_own_step) for o in self.optimizers]
         try:
             yield from self._loop(epochs, math.inf if until is None else until)
             self._finish()
             preempted = Preempted(notice.take(), self.number) if agreed.preempt else None
         finally:
+            for hook in hooks:
+                hook.remove()
             if agreed is self._control.agreed:  # else a newer loop has begun, and uses them
                 clock.stop()
                 notice.unwatch(self)
@@ -596,6 +599,17 @@ class Training:
         if until is not None:
             total = until if total is None else min(total, until)
         self._report.begin(self.number, total, self._facts, unit=context.count_unit)
+
+    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
+        step = self._loop_state.step
+        if step is not None and not step.is_done and not step.is_updating:
+            raise StepError(
+                f"the loop called `step()` of its {type(optimizer).__name__}.",
+                where=self.job.where(),
+                why="`step.update()` steps the optimizer, so this would be a second step.",
+                fix="remove optimizer.step(): step.update() takes its place.",
+                step=step.number,
+            )
 
     def _facts(self) -> dict[str, Any]:
         """What describes this run, for reports and advice."""
