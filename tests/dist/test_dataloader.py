@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import multiprocessing
 import random
-import tarfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +28,7 @@ from torch.utils.data import (
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Position
-from paceline.errors import ConfigError, DataError, RankDisagreement, StepError
+from paceline.errors import ConfigError, DataError, RankDisagreement
 from paceline.job.job import Job
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -376,134 +372,6 @@ def test_an_evaluation_reads_what_the_sampler_selects(nproc: int) -> None:
             assert ids == chosen
 
 
-# Streams
-
-
-class Divided(IterableDataset):  # type: ignore[type-arg]
-    """Divides itself by rank and worker, as many published datasets do."""
-
-    def __init__(self, job: Job, size: int) -> None:
-        self.rank, self.ranks, self.size = job.rank, job.world_size, size
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        return iter(range(self.rank * workers + worker, self.size, self.ranks * workers))
-
-
-class Wrapped(IterableDataset):  # type: ignore[type-arg]
-    """Names its file, which `worker_init_fn` sets; its attribute `dataset` is another one."""
-
-    def __init__(self) -> None:
-        self.dataset, self.file = Opened(), ""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([self.file] * 4)
-
-
-def _of_wrapper(job: Job) -> list[str]:
-    loader = DataLoader(Wrapped(), batch_size=4, num_workers=1, worker_init_fn=_open)
-    batches = Batches(job, loader, shard="by_rank_and_worker")
-    step = next(iter(batches.iterate(Position(7), epochs=1, equal=True)))
-    found = [text for micro in step for text in micro.batch]
-    batches.close()
-    return found
-
-
-def test_worker_init_fn_finds_a_stream_that_wraps_another() -> None:
-    assert run_ranks(_of_wrapper, nproc=2) == [["file 0"] * 4] * 2
-
-
-def _divided(job: Job) -> Any:
-    seen = []
-    for workers in (0, 2):
-        loader = DataLoader(Divided(job, 25), batch_size=3, num_workers=workers)
-        batches = Batches(job, loader, shard="by_rank_and_worker")
-        epochs: list[list[int]] = [[], []]
-        for step in batches.iterate(Position(7), epochs=2, equal=True):
-            for micro in step:
-                if not micro.is_ghost:
-                    epochs[step.epoch] += micro.batch.tolist()
-        batches.close()
-        seen.append(epochs)
-    return seen
-
-
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_a_stream_may_divide_itself_by_rank_and_worker(nproc: int) -> None:
-    ranks = run_ranks(_divided, nproc=nproc)
-    for by_workers in zip(*ranks, strict=True):
-        for epochs in zip(*by_workers, strict=True):
-            assert sorted(itertools.chain(*epochs)) == list(range(25))
-
-
-def _ended(job: Job) -> Any:
-    loader = DataLoader(Divided(job, 25), batch_size=3, num_workers=2)
-    divided: Any = loader, {"shard": "by_rank_and_worker"}
-    found = []
-    for data, options in (divided, (Whole(), {"global_batch": 3, "workers": 2})):
-        batches = Batches(job, data, **options)
-        steps = batches.iterate(Position(7), epochs=1)
-        next(steps)
-        running = len(multiprocessing.active_children())
-        batches.close()
-        with pytest.raises(StepError, match="they were closed"):
-            next(steps)
-        found.append((running, len(multiprocessing.active_children()), batches.facts()["workers"]))
-    return found
-
-
-def test_closing_the_batches_ends_the_workers_of_any_stream() -> None:
-    assert run_ranks(_ended, nproc=1) == [[(2, 0, 2), (2, 0, 2)]]
-
-
-class Whole(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(25))
-
-
-class Parts(IterableDataset):  # type: ignore[type-arg]
-    """Gives each rank its own part."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100 * self.rank, 100 * self.rank + self.size))
-
-
-def _uneven(job: Job, sizes: tuple[int, ...]) -> Any:
-    """The own samples of each step, after a start at each position of epoch 0."""
-
-    def steps(start: Position) -> list[Any]:
-        loader = DataLoader(Parts(job.rank, sizes[job.rank]), batch_size=4)
-        batches = Batches(job, loader, shard="by_rank_and_worker", global_batch=4)
-        return [
-            (
-                step.next_position,
-                step.num_samples,
-                [i for micro in step for i in micro.batch.tolist()],
-            )
-            for step in batches.iterate(start, epochs=2)
-        ]
-
-    straight = steps(Position(7))
-    resumed = [steps(position) for position, *_ in straight[: len(straight) // 2]]
-    return straight, resumed
-
-
-@pytest.mark.parametrize("sizes", [(10, 6), (9, 1), (1, 8)])
-def test_the_parts_of_a_stream_that_divides_itself_may_have_different_lengths(sizes: Any) -> None:
-    ranks = run_ranks(_uneven, sizes, nproc=2)
-    for rank, (straight, resumed) in enumerate(ranks):
-        ids = [i for _, _, own in straight for i in own]
-        assert ids == 2 * list(range(100 * rank, 100 * rank + sizes[rank]))
-        for number, steps in enumerate(resumed, start=1):
-            assert steps == straight[number:]
-    totals = [n for _, n, _ in ranks[0][0]]
-    assert sum(totals) == 2 * sum(sizes)
-
-
 # Refusals
 
 
@@ -595,7 +463,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
     (
         "def shard(self, index, count)",
         ConfigError,
-        lambda job: Batches(job, DataLoader(Divided(job, 5), batch_size=2)),
+        lambda job: Batches(job, DataLoader(Numbers(5), batch_size=2)),
     ),
     ("batch_size=None", ConfigError, lambda job: Batches(job, DataLoader(DATA, batch_size=None))),
     (
@@ -623,12 +491,6 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         ConfigError,
         lambda job: Batches(job, DataLoader(DATA, batch_size=2), workers=0),
     ),
-    (
-        "shard='by_rank_and_worker' cannot be used here",
-        ConfigError,
-        lambda job: Batches(job, DataLoader(DATA, batch_size=2), shard="by_rank_and_worker"),
-    ),
-    ("`shard` is only for", ConfigError, lambda job: Batches(job, DATA, shard="by_rank")),
     ("global_batch must be an integer", ConfigError, lambda job: Batches(job, DATA)),
     (
         "is an iterator",
@@ -724,9 +586,8 @@ def test_what_cannot_be_adopted_is_refused() -> None:
     run_ranks(_refused, nproc=1)
 
 
-def _other_packages(job: Job, shards: list[str]) -> Any:
+def _other_packages(job: Job) -> Any:
     import datasets
-    import webdataset
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rows = datasets.Dataset.from_dict({"x": list(range(SIZE))}).with_format("torch")
@@ -734,39 +595,21 @@ def _other_packages(job: Job, shards: list[str]) -> Any:
         DataLoader(rows, batch_size=4, shuffle=True),  # type: ignore[arg-type]
         StatefulDataLoader([{"x": i} for i in range(SIZE)], batch_size=4, shuffle=True),
     ]
-    stream = webdataset.WebDataset(
-        shards, shardshuffle=False, nodesplitter=webdataset.split_by_node, empty_check=False
-    )
-    loaders.append(DataLoader(stream.map(lambda s: {"x": int(s["__key__"])}), 4, num_workers=2))
     seen = []
     for loader in loaders:
-        divided = isinstance(loader.dataset, IterableDataset)
-        shard = "by_rank_and_worker" if divided else None
-        batches = Batches(job, loader, global_batch=8, shard=shard)
-        ids: list[int] = []
-        for step in batches.iterate(Position(7), epochs=1, equal=True):
-            for micro in step:
-                ids += [] if micro.is_ghost else micro.batch["x"].tolist()
-        batches.close()
-        seen.append(ids)
+        batches = Batches(job, loader, global_batch=8)
+        steps = batches.iterate(Position(7), epochs=1)
+        seen.append([i for step in steps for micro in step for i in micro.batch["x"].tolist()])
     return seen
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.ci
-def test_loaders_and_datasets_of_other_packages(tmp_path: Path, nproc: int) -> None:
-    for package in ("datasets", "torchdata", "webdataset"):
+def test_loaders_and_datasets_of_other_packages(nproc: int) -> None:
+    for package in ("datasets", "torchdata"):
         pytest.importorskip(package)
-    shards = []
-    for number in range(4):
-        shards.append(str(tmp_path / f"{number}.tar"))
-        with tarfile.open(shards[-1], "w") as tar:
-            for index in range(number, SIZE, 4):
-                tar.addfile(tarfile.TarInfo(f"{index}.cls"), io.BytesIO())
-    ranks = run_ranks(_other_packages, shards, nproc=nproc)
-    for kind, by_rank in zip(
-        ("datasets", "torchdata", "webdataset"), zip(*ranks, strict=True), strict=True
-    ):
+    ranks = run_ranks(_other_packages, nproc=nproc)
+    for kind, by_rank in zip(("datasets", "torchdata"), zip(*ranks, strict=True), strict=True):
         ids = [i for own in by_rank for i in own]
         assert sorted(ids) == list(range(SIZE)), kind
         assert ids != sorted(ids)

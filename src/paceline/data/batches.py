@@ -51,8 +51,6 @@ class Batches:
             `DataLoader`.
         drop_last: Leave out the last step of an epoch if it has fewer than `global_batch` samples. None
             means False. Not for a `DataLoader`.
-        shard: "by_rank_and_worker" for a `DataLoader` over an IterableDataset that divides itself by rank and
-            loader worker; else None.
 
     Attributes:
         num_samples: Samples of an epoch; None for a stream.
@@ -82,21 +80,18 @@ class Batches:
         sample_randomness: bool = True,
         collate: Collate | None = None,
         drop_last: bool | None = None,
-        shard: str | None = None,
     ) -> None:
         job.refuse_if_left()
         if isinstance(dataset, DataLoader):
             refuse_with_loader(
                 shuffle=shuffle, workers=workers, collate=collate, drop_last=drop_last
             )
-            source = adopt(job, dataset, shard)
+            source = adopt(job, dataset)
             if micro_batch is None and source.sampled is not None:
                 source.sampled.warn_of_sizes()
             if global_batch is None:
                 global_batch = _global_batch(job, source)
         else:
-            if shard is not None:
-                raise ConfigError("`shard` is only for a DataLoader.", fix="leave it out.")
             stream = is_stream(dataset)
             if stream and shuffle:
                 raise ConfigError(

@@ -37,12 +37,9 @@ from torch.utils.data import (
 from paceline import log
 from paceline.data.plan import Int64Array, Order
 from paceline.data.samples import Collate, checked_size, is_stream, keep_globals, seed_globals
-from paceline.data.workers import Workers
 from paceline.errors import ConfigError, DataError, RankDisagreement
 from paceline.job import collectives, rng
 from paceline.job.job import Job
-
-BY_RANK_AND_WORKER = "by_rank_and_worker"
 
 _CHUNK = 1 << 12  # indices that are checked in one call
 # A sampler that gives more indices than this in an epoch is taken for endless.
@@ -85,55 +82,34 @@ class Source:
         return None if is_stream(self.dataset) else checked_size(self.dataset)
 
 
-def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source:
+def adopt(job: Job, loader: DataLoader[Any]) -> Source:
     """Read the settings of a `DataLoader`.
 
-    Args:
-        shard: "by_rank_and_worker", if its dataset is a stream that divides itself; else None.
-
     Raises:
-        ConfigError: its dataset is a stream and `shard` is None, it does not make batches of samples,
-            Accelerate has prepared it, or its sampler gives no or wrong indices, or cannot be drawn again.
+        ConfigError: its dataset is a stream, it does not make batches of samples, Accelerate has prepared it,
+            or its sampler gives no or wrong indices, or cannot be drawn again.
     """
     dataset, name = loader.dataset, type(loader.dataset).__name__
-    is_iterable = isinstance(dataset, IterableDataset)
     if type(loader).__module__.partition(".")[0] == "accelerate":
         raise ConfigError(
             "this DataLoader was prepared by Accelerate, which divides its batches over the ranks.",
             why="Paceline itself decides which samples each rank gets.",
             fix="pass the loader that you had before `prepare`.",
         )
-    if shard not in (None, BY_RANK_AND_WORKER) or (shard is not None and not is_iterable):
-        raise ConfigError(
-            f"shard={shard!r} cannot be used here.",
-            why=f'the only value is "{BY_RANK_AND_WORKER}", for a DataLoader over an IterableDataset.',
-            fix="leave `shard` out.",
-            option="shard",
-        )
-    if is_iterable and shard is None:
+    if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"this DataLoader reads a stream, {name}, which has to be divided over ranks and workers.",
-            fix=f"define in {name} `def shard(self, index, count): return "
-            "itertools.islice(iter(self), index, None, count)` and pass `loader.dataset` with "
-            "`workers=loader.num_workers`. "
-            f'If {name} divides itself by rank and worker already, pass shard="{BY_RANK_AND_WORKER}".',
+            fix="pass `loader.dataset` with `workers=loader.num_workers`: each rank and worker reads the "
+            f"whole stream and keeps its share. To read less, define in {name} `def shard(self, index, "
+            "count): return itertools.islice(iter(self), index, None, count)`.",
         )
-    if (loader.batch_size if is_iterable else loader.batch_sampler) is None:
+    if loader.batch_sampler is None:
         raise ConfigError(
             "this DataLoader has batch_size=None, so its dataset gives batches instead of samples.",
             why="Paceline itself decides which samples make a step.",
             fix="pass a dataset of samples, with `global_batch`.",
         )
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    if is_iterable:
-        stream = DividedStream(job, loader)
-        return Source(
-            stream,
-            collate,
-            loader.num_workers,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-        )
     size = checked_size(dataset)
     shuffle, sampled, batch_size = False, None, loader.batch_size
     if type(loader.batch_sampler) is BatchSampler and batch_size is not None:
@@ -381,72 +357,3 @@ def _parts(
             yield path + name, value
         elif isinstance(value, Sampler) and all(value is not parent for parent in parents):
             yield from _parts(value, kind, f"{path}{name}.", parents)
-
-
-class DividedStream:
-    """A stream whose dataset divides itself by rank and loader worker, read as `DataLoader` reads it.
-
-    `StreamLoader` takes this rank's samples from `shard`. The loader's workers are started here.
-    """
-
-    def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
-        self._job = job
-        self._loader = loader
-        self._epoch = 0
-        self._open: list[Workers] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch, if it takes it."""
-        self._epoch = epoch
-        if callable(set_epoch := getattr(self._loader.dataset, "set_epoch", None)):
-            set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._samples()
-
-    def shard(self, index: int, count: int) -> Iterator[Any]:
-        """This rank's samples, from its workers in turn.
-
-        Raises:
-            DataError: samples of another rank are asked for, because this rank has none.
-        """
-        axis = self._job.data
-        if (index, count) != (axis.rank, axis.size):
-            raise DataError(
-                f"the stream {type(self._loader.dataset).__name__} gives no sample to this rank.",
-                where=self._job.where(),
-                why="it divides itself by rank and worker, and has fewer parts than there are.",
-                fix="use fewer ranks, or more and smaller parts.",
-            )
-        return self._samples()
-
-    def _samples(self) -> Iterator[Any]:
-        loader = self._loader
-        dataset: Any = loader.dataset
-        if not loader.num_workers:
-            yield from dataset
-            return
-        workers = Workers(
-            self._job,
-            dataset,
-            loader.num_workers,
-            tasks=False,
-            init=loader.worker_init_fn,
-            seed=rng.key(self._job.seed, rng.SAMPLER, self._epoch, self._job.data.rank) >> 1,
-        )
-        self._open.append(workers)
-        try:
-            workers.start()
-            while True:
-                try:
-                    yield workers.get()
-                except StopIteration:
-                    return
-        finally:
-            workers.close()
-            self._open.remove(workers)
-
-    def close(self) -> None:
-        """End the loader workers."""
-        for workers in self._open:
-            workers.close()

@@ -43,8 +43,7 @@ class Position:
     Attributes:
         seed: decides the permutation of each epoch.
         epoch: at least 0.
-        offset: number of samples of this epoch that were used before, over all ranks. In a stream that
-            divides itself it is global_batch times the earlier steps, even if some steps were smaller.
+        offset: number of samples of this epoch that were used before, over all ranks.
 
     Raises:
         ConfigError: a value is not an integer, or epoch or offset is negative.

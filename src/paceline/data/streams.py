@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline import log
-from paceline.data.dataloader import DividedStream
 from paceline.data.device import to_device
 from paceline.data.digest import digest
 from paceline.data.loader import Loader
@@ -314,9 +313,7 @@ class StreamLoader(Loader):
         self._reader = StreamReader(
             dataset, plan, errors, sample_randomness=sample_randomness, collate=collate
         )
-        self._divided = dataset if isinstance(dataset, DividedStream) else None
-        # A divided stream starts its own.
-        self._num_workers = 0 if self._divided is not None else workers
+        self._num_workers = workers
         self._workers: Workers | None = None
         self._control = job.data.control
         self._ghost: Any = None
@@ -379,7 +376,7 @@ class StreamLoader(Loader):
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
             following = self._finish_reduction(ahead[0], epoch, offset + global_batch)
-            if following and n < global_batch and self._divided is None:
+            if following and n < global_batch:
                 raise self._uneven_shards_error(epoch, offset + global_batch)
             yield step.part, n, following < least
             offset, n = offset + global_batch, following
@@ -425,14 +422,11 @@ class StreamLoader(Loader):
         return num_read[0]
 
     def _uneven_shards_error(self, epoch: int, offset: int) -> DataError:
-        fix = "let `shard(index, count)` give the items index, index + count, ... of one stream."
-        if self._divided is not None:
-            fix = f"use a global_batch of at least the number of ranks, {self._plan.size}."
         return DataError(
             f"some ranks have more samples after sample {offset} of epoch {epoch}, and others have none.",
             where=self._errors.where(),
             why="the lengths of the shards differ by more than one sample.",
-            fix=fix,
+            fix="let `shard(index, count)` give the items index, index + count, ... of one stream.",
         )
 
     def _too_short_error(self, epoch: int, offset: int) -> DataError:
@@ -518,8 +512,6 @@ class StreamLoader(Loader):
         """End the loader workers."""
         super().close()
         self._end_workers()
-        if self._divided is not None:
-            self._divided.close()
 
 
 class _StreamWork(IterableDataset[Any]):
