@@ -78,11 +78,21 @@ class Embed(nn.Module):
         return self.tokens(ids) + self.places.weight[: ids.shape[1]]
 
 
+# How `paceline.tensor_parallel` splits linear layers: by their outputs or by their inputs.
+TP_PLAN = {
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.fc1": "colwise",
+    "layers.*.feed_forward.fc2": "rowwise",
+}
+
+
 class GPT(nn.Module):
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 4) -> None:
         super().__init__()
         self.embed = Embed(width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.tp_plan = TP_PLAN
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(SYMBOLS))
 
     def forward(self, ids):

@@ -52,12 +52,22 @@ class Block(nn.Module):
         return out
 
 
+# How `paceline.tensor_parallel` splits linear layers: by their outputs or by their inputs.
+TP_PLAN = {
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.fc1": "colwise",
+    "layers.*.feed_forward.fc2": "rowwise",
+}
+
+
 class GPT(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.tp_plan = TP_PLAN
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_gpt import GPT, HEADS, WIDTH, Attention, Block, make_tokens, token_loss
+from small_gpt import GPT, HEADS, TP_PLAN, WIDTH, Attention, Block, make_tokens, token_loss
 from small_trainings import refusals
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
 
 import paceline
 from paceline import Mesh
@@ -19,14 +21,10 @@ from paceline.testing import run_ranks
 
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
-HEAD = {"head": "colwise_gather_output"}
-VOCABULARY = {"tokens": "embedding_rowwise", **HEAD}
-PLAN = {
-    "layers.*.attention.w[qkv]": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.feed_forward.fc1": "colwise",
-    "layers.*.feed_forward.fc2": "rowwise",
-}
+PAIR = {"fc1": "colwise", "fc2": "rowwise"}
+VOCABULARY = {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
+# torch's own objects: logits stay split over the vocabulary, for `loss_parallel`.
+SPLIT_LOGITS = {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
 
 
 class _Scale(nn.Module):
@@ -54,10 +52,6 @@ class _Normed(Attention):
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         out: torch.Tensor = self.wo(self.scale(y.transpose(1, 2).flatten(2)))
         return out
-
-
-class _Fixed(_Normed):
-    num_heads = property(lambda self: HEADS)
 
 
 def _with_parameters_between() -> GPT:
@@ -112,16 +106,13 @@ LAYOUTS = [
     pytest.param(4, Mesh(tp=2, dp_replicate=2), marks=pytest.mark.slow),
     pytest.param(4, Mesh(tp=4), marks=pytest.mark.slow),
 ]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"plan": {**PLAN, **VOCABULARY}, "loss_parallel": True},
-    {"sequence": True},
-    {"plan": {**PLAN, **HEAD}, "sequence": True, "loss_parallel": True},
-]
 
 
 def _each(job: Any) -> list[Result]:
-    return [_train(job, None, 5, **options) for options in OPTIONS]
+    results = [_train(job, None, 5, plan=plan) for plan in (None, {**TP_PLAN, **VOCABULARY})]
+    with loss_parallel():
+        results.append(_train(job, None, 5, plan={**TP_PLAN, **SPLIT_LOGITS}))
+    return results
 
 
 @pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS)
@@ -132,78 +123,25 @@ def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
             _assert_close(got, want)
 
 
-BETWEEN = {**PLAN, "layers.*.attention.scale": "sequence"}
+ADDED_UP = "replicated_with_grad_allreduce"
+NORMS = {f"layers.*.attention.{name}_norm": ADDED_UP for name in "qk"}
+BETWEEN = {**TP_PLAN, **NORMS, "layers.*.attention.scale": ADDED_UP}
 
 
-def _each_between(job: Any) -> list[Result]:
-    options = [
-        {"plan": BETWEEN},
-        {"plan": {**BETWEEN, "layers.*.ffn_norm": "sequence"}, "sequence": True},
-    ]
-    return [_train(job, None, 5, net=_with_parameters_between, **each) for each in options]
+def _between(job: Any) -> Result:
+    return _train(job, None, 5, net=_with_parameters_between, plan=BETWEEN)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS[:2])
 def test_parameters_between_split_layers_train_as_on_one_process(nproc: int, mesh: Mesh) -> None:
-    want = run_ranks(_each_between, nproc=1)[0][0]
-    for results in run_ranks(_each_between, nproc=nproc, mesh=mesh):
-        for got in results:
-            _assert_close(got, want)
-
-
-class _Projections(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.out_proj(self.q_proj(x) + self.k_proj(x) * self.v_proj(x))
-
-
-class _FlatBlock(nn.Module):
-    """A block as in OPT and BART: the layers of the MLP are its own children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = _Projections()
-        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = x + self.attention(self.norm1(x))
-        return x + self.fc2(torch.relu(self.fc1(self.norm2(x))))
-
-
-class _FlatNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_FlatBlock() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _flat(job: Any, sequence: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    net, x = _FlatNet(), torch.randn(2, 8, 8)
-    with torch.no_grad():
-        want = net(x)
-        got = paceline.tensor_parallel(job, net, sequence=sequence)(x)
-    return got, want
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_layers_directly_in_a_block_are_split(sequence: bool) -> None:
-    for nproc in (2, 4):
-        for got, want in run_ranks(_flat, sequence, nproc=nproc, mesh=Mesh(tp=nproc)):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    want = run_ranks(_between, nproc=1)[0]
+    for got in run_ranks(_between, nproc=nproc, mesh=mesh):
+        _assert_close(got, want)
 
 
 def _tied(job: Any) -> Result:
-    return _train(job, None, 3, plan={**PLAN, **VOCABULARY}, tied=True)
+    return _train(job, None, 3, plan={**TP_PLAN, **VOCABULARY}, tied=True)
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -278,18 +216,12 @@ WRONG = {
     "kind": "plan: norm is a LayerNorm, which 'colwise' cannot split",
     "features": "fc1 has 7 output features, which do not divide by tp=2",
     "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
-    "fixed": "layers.0.attention has the read-only property num_heads",
-    "unknown": "no plan for tensor parallel is known for Linear",
-    "halves": "no plan for tensor parallel is known for Halves",
+    "whole heads": "layers.0.attention.wq has 3 heads, which do not divide by tp=2",
+    "unknown": '"layers.*.feed_forward.fc2": "rowwise"',
     "between": "different gradients of layers.0.attention.scale.weight, layers.1.attention.scale.weight.",
-    "part": "different gradients of layers.0.ffn_norm.weight, layers.1.ffn_norm.weight.",
     "fused": "plan: fc1 has 16 output features; the layer after it takes 8",
     "twice": "wrapped by paceline.tensor_parallel already.\n  why:   a model is wrapped once; only "
     "paceline.fsdp may follow paceline.tensor_parallel.",
-    "loss": "loss_parallel has no effect",
-    "sequence": "no repeated block with norms",
-    "lists": "no repeated block with norms",
-    "length": "the sequence has 7 elements, which do not divide by tp=2",
     "fp16": "precision='fp16' is not supported with tensor_parallel",
     "exact": "reproducible",
     "ddp": "ddp keeps the whole model on each rank, but the mesh is tp=2",
@@ -320,36 +252,29 @@ def test_ranks_with_the_same_samples_count_them_once_in_a_metric_that_holds_anot
 
 def _refused(job: Any, kind: str) -> None:
     net: Any = GPT()
-    options: dict[str, Any] = {}
-    if kind in ("names", "near"):
-        options["plan"] = {"layers.*.attention.w_q": "colwise"}
-    if kind == "style":
-        options["plan"] = {"head": "columns"}
-    if kind == "kind":
-        options["plan"] = {"norm": "colwise"}
+    plans: dict[str, dict[str, Any]] = {
+        "names": {"layers.*.attention.w_q": "colwise"},
+        "near": {"layers.*.attention.w_q": "colwise"},
+        "style": {"head": "columns"},
+        "kind": {"norm": "colwise"},
+        "features": PAIR,
+        "fused": PAIR,
+        "between": {**TP_PLAN, **NORMS},
+    }
+    options = {"plan": plans[kind]} if kind in plans else {}
     if kind == "features":
         net = Odd()
     if kind == "heads":
         net.layers[0].attention.n_heads = 3
-    if kind == "fixed":
-        net.layers[0].attention = _Fixed()
+    if kind == "whole heads":
+        attention = net.layers[0].attention
+        attention.head_dim, attention.wq = 2, nn.Linear(WIDTH, 6)
     if kind == "unknown":
-        net = nn.Linear(2, 2)
-    if kind == "halves":
-        net = Halves()
+        net.tp_plan = None
     if kind == "fused":
-        net, options["plan"] = Halves(), {"fc1": "colwise", "fc2": "rowwise"}
-    if kind in ("between", "part"):
+        net = Halves()
+    if kind == "between":
         net = _with_parameters_between()
-    if kind == "part":
-        options |= {"plan": BETWEEN, "sequence": True}
-    if kind == "sequence":
-        net, options["sequence"] = net.layers[0].feed_forward, True
-    if kind == "lists":
-        pairs = [nn.ModuleList([layer.attention, layer.feed_forward]) for layer in net.layers]
-        net.layers, options["sequence"] = nn.ModuleList(pairs), True
-    options |= {"loss_parallel": True} if kind == "loss" else {}
-    options |= {"sequence": True} if kind == "length" else {}
     if kind == "ddp":
         paceline.ddp(job, net)
     if kind == "compiled":
@@ -357,8 +282,6 @@ def _refused(job: Any, kind: str) -> None:
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     if kind != "alone":
         net = paceline.tensor_parallel(job, net, **options)
-    if kind == "length":
-        net(torch.zeros(1, 7, dtype=torch.int64))
     if kind == "twice":
         paceline.tensor_parallel(job, net)
     optimizer = early if kind == "early" else torch.optim.SGD(net.parameters(), lr=0.1)

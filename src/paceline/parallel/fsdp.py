@@ -408,7 +408,7 @@ class FSDPStrategy(Strategy):
         self._refuse_partial()
         for group in optimizer.param_groups:
             for p in group["params"]:
-                # With the style "sequence" of tensor_parallel it is a sum over the rank's part only.
+                # With SequenceParallel it is a sum over the rank's part only.
                 if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                     p.grad = p.grad.redistribute(placements=p.placements)
 
@@ -448,8 +448,8 @@ class FSDPStrategy(Strategy):
                 f"the ranks of the axis tp have different gradients of {listed(names)}.",
                 why="the forward uses them between two split layers or on a part of the sequence, so each "
                 "rank has the gradient of its own part.",
-                fix='give their modules the style "sequence" in plan=, which adds up the gradients; or leave '
-                "the layers around them out of the plan, or freeze them.",
+                fix='give their modules the style "replicated_with_grad_allreduce" in plan=, which adds up '
+                "the gradients; or leave the layers around them out of the plan, or freeze them.",
                 names=names,
             )
 
