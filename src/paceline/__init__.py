@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.job.collectives import agree as agree
     from paceline.job.collectives import gather as gather
     from paceline.job.collectives import on_rank0 as on_rank0
+    from paceline.job.collectives import sum_over_ranks as sum_over_ranks
     from paceline.job.job import Job as Job
     from paceline.job.job import join as join
     from paceline.job.mesh import Mesh as Mesh
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from paceline.training.callbacks import StepEnd as StepEnd
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
+    from paceline.training.evaluation import parts as parts
     from paceline.training.labels import count_labels as count_labels
     from paceline.training.schedules import PerEpoch as PerEpoch
     from paceline.training.state import load_weights as load_weights
@@ -123,6 +125,7 @@ _HOMES = {
     "on_rank0": "paceline.job.collectives",
     "PacelineError": "paceline.errors",
     "ParameterServer": "paceline.parameter_server.server",
+    "parts": "paceline.training.evaluation",
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
@@ -138,6 +141,7 @@ _HOMES = {
     "StepEnd": "paceline.training.callbacks",
     "StepError": "paceline.errors",
     "StepLoss": "paceline.metrics.step_loss",
+    "sum_over_ranks": "paceline.job.collectives",
     "sync_batchnorm": "paceline.parallel.syncbn",
     "tensor_parallel": "paceline.parallel.tensor",
     "TensorBoard": "paceline.metrics.tensorboard",

@@ -544,6 +544,63 @@ def test_streams_that_differ_between_ranks_are_refused() -> None:
         assert found["workers"][0] == "ConfigError"
 
 
+def _own_loop(job: Any, lengths: list[int]) -> list[list[float]]:
+    """Loss and accuracy of a hand-written validation loop, of datasets and of a stream."""
+    torch.manual_seed(job.rank)
+    model = paceline.ddp(job, nn.Sequential(nn.BatchNorm1d(4), _model()))
+    model(torch.randn(5, 4) + job.rank)  # now each rank has other running statistics
+    model.eval()
+    results = []
+    for n in lengths:
+        for data in (DataLoader(_data(n), batch_size=3, num_workers=n % 2), _Stream(_data(n))):
+            loss = correct = torch.zeros(())
+            count = 0
+            with torch.no_grad():
+                for x, y in paceline.parts(job, model, data):
+                    logits = model(x)
+                    loss = loss + F.cross_entropy(logits, y, reduction="sum")
+                    correct = correct + (logits.argmax(1) == y).sum()
+                    count += len(y)
+            loss, correct, count = paceline.sum_over_ranks(job, loss, correct, count)
+            assert count == n
+            results.append([loss / count, correct / count])
+            whole = paceline.evaluate(job, model, data, _score, micro_batch=None)
+            assert results[-1] == pytest.approx([whole.loss, whole.accuracy], rel=1e-6)
+    return results
+
+
+class _Stream(IterableDataset):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_a_validation_loop_over_parts_gives_what_evaluate_gives(nproc: int) -> None:
+    found = run_ranks(_own_loop, [1, 7, 16], nproc=nproc)
+    assert found == [found[0]] * nproc
+
+
+def _wrong_parts(job: Any, kinds: list[str]) -> dict[str, Any]:
+    def attempt(job: Any, kind: str) -> None:
+        if kind == "split":
+            model = paceline.fsdp(job, _model())
+            list(paceline.parts(job, model, _data(5)))
+        elif job.rank == 0:
+            list(paceline.parts(job, _model(), _data(5)))
+
+    return refusals(job, attempt, kinds)
+
+
+def test_parts_of_a_split_model_or_of_one_rank_are_refused() -> None:
+    ranks = run_ranks(_wrong_parts, ["split", "alone"], nproc=2)
+    for found in ranks:
+        assert "paceline.evaluate" in found["split"][1]
+    assert "rank 1 did not call `parts` at this point" in ranks[0]["alone"][1]
+
+
 class Counting:
     """A backend of torch.compile that counts the runs of compiled graphs."""
 

@@ -129,6 +129,24 @@ def exact_sum(values: Sequence[float]) -> float:
         return sum(values)
 
 
+def sum_over_ranks(job: Job, *values: float | torch.Tensor) -> tuple[float, ...]:
+    """The sum of each value over the ranks, rounded once; a model that is split over ranks counts once.
+
+    Args:
+        values: Numbers, or tensors with one element. Reading a tensor waits for its device.
+
+    Returns:
+        A tuple with the sum of each value, equal on all ranks; also for a single value.
+
+    Raises:
+        ValueError, RuntimeError: a tensor has several elements.
+
+    Collective: all ranks, the same number of values, in the same order as the job's other collectives.
+    """
+    rows = gather_reports(job, [float(value) for value in values])
+    return tuple(exact_sum(column) for column in zip(*rows, strict=True))
+
+
 def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:
     """Check that all ranks hold an equal value, and return it.
 

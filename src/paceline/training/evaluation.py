@@ -27,7 +27,7 @@ from paceline.data.evaluation import (
     batches_to_evaluate,
 )
 from paceline.data.samples import Collate, rows_left, split_batch
-from paceline.errors import EvaluationError
+from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -39,6 +39,7 @@ from paceline.parallel.modules import (
     free_gathered,
     is_split,
     unwrap,
+    wrapped_by,
 )
 from paceline.parallel.replica import Replica
 from paceline.training.precision import autocast_of
@@ -152,18 +153,8 @@ def evaluate(
 
     Collective: all ranks, same arguments.
     """
-    job.refuse_if_left()
+    _meet(job, "evaluate")
     sharded = is_split(model)  # then each forward is a collective
-    job.settle()
-    collectives.gather_in_step(
-        job,
-        "evaluate",
-        None,
-        action="call `evaluate` at this point",
-        error=EvaluationError,
-        why="each rank evaluates its share of the samples, and waits for the results of the others.",
-        fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
-    )
     equalize_buffers(job, model)
     requested = metrics or {}
     copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
@@ -205,6 +196,82 @@ def evaluate(
     for name, own in rows.items():
         values[name] = _merge_rows(job, own, results)
     return Evaluation(share.num_samples, values)
+
+
+def parts(
+    job: Job,
+    model: torch.nn.Module,
+    dataset: Any,
+    *,
+    micro_batch: int | None = None,
+    workers: int | None = None,
+    collate: Collate | None = None,
+) -> Iterator[Any]:
+    """This rank's batches of a validation dataset, for a validation loop of your own.
+
+    Together the ranks get each sample once; a rank may get none. Add up what the loop computed with
+    `sum_over_ranks`; to average over batches is wrong, because their sizes differ. `evaluate` does all this
+    without a loop.
+
+        model.eval()
+        correct = count = 0
+        with torch.no_grad():
+            for images, labels in paceline.parts(job, model, val_loader):
+                correct += (model(images).argmax(1) == labels).sum()
+                count += len(labels)
+        correct, count = paceline.sum_over_ranks(job, correct, count)
+
+    Args:
+        model: That of the loop; its buffers, such as BatchNorm's statistics, become those of rank 0. It is
+            not put into eval mode.
+        dataset, micro_batch, workers, collate: As for `evaluate`.
+
+    Returns:
+        An iterator over batches, on the job's device.
+
+    Raises:
+        ConfigError: the model is split over ranks (`fsdp`, `tensor_parallel`, `pipeline`), so that each forward
+            needs all ranks.
+        EvaluationError: another rank ends the step without calling `parts`; ranks read different streams.
+        SampleError: the dataset's `__getitem__` raised.
+
+    Collective: all ranks, same arguments; they read all batches, or all break off.
+    """
+    if is_split(model):
+        raise ConfigError(
+            f"paceline.parts does not support a model that is wrapped by {wrapped_by(model)}.",
+            where=job.where(),
+            why="each of its forwards needs all ranks, which may have different numbers of batches.",
+            fix="use paceline.evaluate(job, model, dataset, score).",
+        )
+    _meet(job, "parts")
+    equalize_buffers(job, model)
+    share = batches_to_evaluate(
+        job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=False
+    )
+    return _batches_of(share)
+
+
+def _batches_of(share: EvaluationBatches | EvaluationStream) -> Iterator[Any]:
+    for each in share:
+        yield each.batch
+    if isinstance(share, EvaluationStream):
+        share.check()
+
+
+def _meet(job: Job, call: str) -> None:
+    """Check that all ranks are in this call, in the same step."""
+    job.refuse_if_left()
+    job.settle()
+    collectives.gather_in_step(
+        job,
+        call,
+        None,
+        action=f"call `{call}` at this point",
+        error=EvaluationError,
+        why="each rank evaluates its share of the samples, and waits for the results of the others.",
+        fix=f"call `{call}` on every rank, not under `if job.rank == 0:`, and print on one.",
+    )
 
 
 def _run(
