@@ -552,7 +552,10 @@ def _own_loop(job: Any, lengths: list[int]) -> list[list[float]]:
     model.eval()
     results = []
     for n in lengths:
-        for data in (DataLoader(_data(n), batch_size=3, num_workers=n % 2), _Stream(_data(n))):
+        for data in (
+            DataLoader(_data(n), batch_size=3, num_workers=n % 2),
+            _Stream(list(DataLoader(_data(n), 4))),
+        ):
             loss = correct = torch.zeros(())
             count = 0
             with torch.no_grad():
@@ -567,14 +570,6 @@ def _own_loop(job: Any, lengths: list[int]) -> list[list[float]]:
             whole = paceline.evaluate(job, model, data, _score, micro_batch=None)
             assert results[-1] == pytest.approx([whole.loss, whole.accuracy], rel=1e-6)
     return results
-
-
-class _Stream(IterableDataset):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[i] for i in range(len(self.data)))
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])

@@ -230,9 +230,10 @@ def parts(
         An iterator over batches, on the job's device.
 
     Raises:
-        ConfigError: the model is split over ranks (`fsdp`, `tensor_parallel`, `pipeline`), so that each forward
-            needs all ranks.
-        EvaluationError: another rank ends the step without calling `parts`; ranks read different streams.
+        ConfigError: the model is split over ranks (`fsdp`, `tensor_parallel`, `pipeline`), so that each
+            forward needs all ranks.
+        EvaluationError: another rank ends the step without calling `parts`, or ranks read different
+            streams.
         SampleError: the dataset's `__getitem__` raised.
 
     Collective: all ranks, same arguments; they read all batches, or all break off.
