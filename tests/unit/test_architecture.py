@@ -11,7 +11,6 @@ from test_layers import FILES, ORDER, SOURCE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "inside" / "architecture.md").read_text()
 REFERENCES = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+(?:\.\w+)?))?`", PAGE)))
-MAX_FILES_OF_A_BATCH = 15
 
 
 def _names(file: str) -> set[str]:
@@ -38,8 +37,3 @@ def test_the_page_lists_all_rooms_in_order() -> None:
     ]
     here = {file.split("/")[0].removesuffix(".py") for file in FILES} - {"__init__"}
     assert rooms == [room for room in ORDER if room in here]
-
-
-def test_the_main_path_of_a_batch_has_few_files() -> None:
-    section = PAGE.partition("## The way of a batch")[2].partition("\n## ")[0]
-    assert 5 < len(set(re.findall(r"`([\w/]+\.py)", section))) <= MAX_FILES_OF_A_BATCH
