@@ -71,16 +71,15 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As in argparse; `error` reads the words."""
-        self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._words, namespace)
+        """As in argparse, with an error for the first word that is not known.
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As in argparse, with an error for the first word that is not known."""
-        known, unknown = self.parse_known_args(args, namespace)
+        argparse calls this for each command of a parser too, so the error is that of the command.
+        """
+        self._words = list(sys.argv[1:] if args is None else args)
+        known, unknown = super().parse_known_args(self._words, namespace)
         if unknown:
             self._refuse_unknown(unknown[0])
-        return known
+        return known, []
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong with the command line, and exit with 2."""

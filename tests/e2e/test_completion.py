@@ -28,7 +28,7 @@ OFFERED = {
     "paceline ckpt rm runs/a --st": {"--step"},
     "paceline job k8s tr": {"train.py"},
     "paceline job k8s --kind ": {"job", "jobset", "trainjob"},
-    "paceline job docker --inst": {"--install"},
+    "paceline job docker --run-f": {"--run-folder"},
     "paceline completion ": {"bash", "zsh", "fish"},
     "paceline explain lo": {"log.txt"},
     "paceline doctor --folder ru": {"runs"},

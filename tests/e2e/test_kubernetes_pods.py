@@ -30,7 +30,7 @@ _REASON = missing_tool("setpriv", "mount")
 pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON or "-")
 
 TRAIN = """
-import hashlib, os, time, torch, paceline
+import hashlib, os, sys, time, torch, paceline
 from torch.utils.data import TensorDataset
 
 with paceline.join(seed=3, device="cpu") as job:
@@ -48,7 +48,7 @@ with paceline.join(seed=3, device="cpu") as job:
         step.update()
         with open(f"steps{job.rank}", "a") as file:
             file.write(f"{step.number} {os.uname().nodename}\\n")
-        time.sleep(float(os.environ["STEP_S"]))
+        time.sleep(float([*sys.argv, "0"][1]))
     if job.rank == 0:
         values = [value for model in training.state_dict()["models"] for value in model.values()]
         print("weights", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
@@ -62,8 +62,9 @@ class Pods:
     """The pods of one Job of two indexes; each new pod has an address that no pod had before."""
 
     def __init__(self, folder: Path, made: Hosts) -> None:
-        line = "job k8s train.py --image me/train:1 --nodes 2 --grace 20s --env STEP_S=0.1 --output"
-        assert main.main([*line.split(), str(folder / "deploy")]) == 0
+        line = "job k8s train.py --image me/train:1 --nodes 2 --grace 20s --output"
+        words = [*line.split(), str(folder / "deploy"), "--", "0.1"]
+        assert main.main(words) == 0
         text = (folder / "deploy" / "train.k8s.yaml").read_text()
         (job,) = (d for d in yaml.safe_load_all(text) if d["kind"] == "Job")
         self._folder = folder
@@ -92,7 +93,7 @@ class Pods:
             for word in container["command"]
         ]
         assert command[0] == "paceline"
-        size = self._pod["volumes"][0]["emptyDir"]["sizeLimit"].replace("Gi", "g")
+        size = self._pod["volumes"][0]["emptyDir"]["sizeLimit"].replace("Mi", "m")
         return self._made.spawn(
             number,
             [
@@ -211,7 +212,7 @@ def test_a_lost_pod_is_replaced_and_the_other_goes_on(tmp_path: Path, pods: Pods
     # A save every 4 steps, and the newest one may not be committed yet.
     assert len(numbers) <= 32 + 8, numbers
     shutil.rmtree(tmp_path / "runs")
-    undisturbed = run("--nproc-per-node=2", TRAIN, tmp_path, STEP_S="0")
+    undisturbed = run("--nproc-per-node=2", TRAIN, tmp_path)
     assert weights(ends[0]) == weights(undisturbed)
 
 
