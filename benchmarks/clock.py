@@ -5,7 +5,7 @@
 The workload is `tiny` of overhead.py: MLP 32-32-8, batch 16, AdamW; one process, and two ranks. Blocks of 50
 steps take turns, so both sides see the same machine. A row has the median time of a step without the clock,
 and the ratio of the medians. The report is written to a folder, as in real use. Both sides have what happens
-once a second (the exchange of the times, the line of clock.jsonl), and the wrappers of functions that wait.
+once a second (the exchange of the times, the line of clock.jsonl).
 """
 
 from __future__ import annotations

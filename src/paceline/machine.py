@@ -268,12 +268,6 @@ def stat_fields(folder: str) -> list[str]:
     return read_text(Path(folder, "stat")).rpartition(")")[2].split()
 
 
-def core_delay_s(pid: int) -> float:
-    """Seconds that the main thread of a process was ready to run without a free core; 0 if unknown."""
-    words = read_text(Path(f"/proc/{pid}/schedstat")).split()
-    return int(words[1]) / 1e9 if len(words) > 1 else 0.0
-
-
 def ephemeral_ports() -> tuple[int, int] | None:
     """First and last of the ports that the kernel chooses from; None if unknown."""
     words = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()

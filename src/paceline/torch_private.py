@@ -170,11 +170,6 @@ NAMES = (
         why="no public call tells when a backward has computed its gradients and waits for their sums",
         without="what a backward of DDP waits for counts as backward",
     ),
-    PrivateName(
-        "torch.distributed._functional_collectives.wait_tensor",
-        why="tensor parallelism waits for other ranks in it, and torch has no hook there",
-        without="what tensor parallelism waits for counts as forward and backward",
-    ),
     # training
     PrivateName(
         "torch.autograd.graph.Node._saved_reduction",

@@ -15,7 +15,7 @@ from torch import nn
 
 import paceline
 from paceline.clock.record import read_record
-from paceline.clock.step_clock import PHASES, WAITS, StepClock
+from paceline.clock.step_clock import PHASES, StepClock
 from paceline.testing import run_ranks
 
 STEPS = 12
@@ -110,9 +110,9 @@ def test_planted_delays_are_found_and_add_up(tmp_path: Path, ranks: int) -> None
 
 
 AXES = {
-    "fsdp": (paceline.Mesh(dp_shard=2), "communication"),
-    "tp": (paceline.Mesh(tp=2), "communication_tp"),
-    "pp": (paceline.Mesh(pp=2), "communication_pp"),
+    "fsdp": paceline.Mesh(dp_shard=2),
+    "tp": paceline.Mesh(tp=2),
+    "pp": paceline.Mesh(pp=2),
 }
 SLOW_LAYER_S = 0.03  # of the last rank
 
@@ -132,18 +132,15 @@ def _train_gpt(job: Any, folder: str) -> None:
         step.update()
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
-def test_the_wait_is_on_the_axis_of_the_layout(tmp_path: Path, layout: str) -> None:
-    mesh, phase = AXES[layout]
-    run_ranks(_train_gpt, str(tmp_path), nproc=2, mesh=mesh)
+@pytest.mark.parametrize("layout", AXES)
+def test_a_rank_waits_for_a_slow_layer_of_the_other(tmp_path: Path, layout: str) -> None:
+    run_ranks(_train_gpt, str(tmp_path), nproc=2, mesh=AXES[layout])
     windows = read_record(tmp_path).windows
     spent = {
         name: [sum(w.spent_s[name][rank] for w in windows) / STEPS for rank in range(2)]
         for name in PHASES
     }
-    waits = {name: spent[name][0] for name in WAITS}
-    assert max(waits, key=lambda name: waits[name]) == phase
-    assert waits[phase] > SLOW_LAYER_S / 2
+    assert spent["communication"][0] > SLOW_LAYER_S / 2
     assert spent["forward"][1] >= SLOW_LAYER_S
 
 

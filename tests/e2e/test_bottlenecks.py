@@ -1,13 +1,14 @@
-"""Planted bottlenecks: the first advice names them, and applied it gives the gain that it promised.
+"""Planted bottlenecks: the first advice names them, and its cure gains at most what it said.
 
 The delays are sleeps, and the rate of a link between two hosts, so the gain depends little on how busy the
-machine is. The cure is taken from the text of the advice, as a user would.
+machine is.
 """
 
 from __future__ import annotations
 
-import ast
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,7 @@ import pytest
 from hosts import hosts, missing_tool
 from launching import finish, start
 
-from paceline.clock.finding import Finding
-from paceline.clock.judge import judge
+from paceline.clock.judge import Finding, judge
 from paceline.clock.record import read_record
 
 SCRIPT = """
@@ -41,30 +41,21 @@ class Rows(torch.utils.data.Dataset):
         return torch.ones(64)
 
 
-def collate(rows):
-    if kind == "collate":
-        time.sleep(0.05)
-    return torch.stack(rows)
-
-
 class Net(torch.nn.Sequential):
     def forward(self, x):
-        slow = kind == "buckets" or (kind == "straggler" and job.rank == 1)
+        slow = kind == "straggler" and job.rank == 1
         time.sleep((0.005 if slow else 0.002) * len(x))
         return super().forward(x)
 
 
 with paceline.join(timeout_s=60) as job:
     layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
-    if kind == "buckets":
-        layers = [torch.nn.Linear(64, 32), *(torch.nn.Linear(32, 32) for _ in range(20))]
-    if kind == "accumulation":
+    if kind == "communication":
         layers = [torch.nn.Linear(64, 2048), torch.nn.Linear(2048, 64)]
-    bucket_mb = 0.004 if kind == "buckets" else 25.0
-    model = paceline.ddp(job, Net(*layers), **({"bucket_mb": bucket_mb} | changes.get("ddp", {})))
+    model = paceline.ddp(job, Net(*layers), **changes.get("ddp", {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     sizes = {"global_batch": 32, "micro_batch": 16} | changes.get("Batches", {})
-    batches = paceline.Batches(job, Rows(), collate=collate, **sizes)
+    batches = paceline.Batches(job, Rows(), **sizes)
     training = paceline.Training(job, model, optimizer, batches)
     training.report(folder)
     began = time.perf_counter()
@@ -77,9 +68,7 @@ with paceline.join(timeout_s=60) as job:
 """
 SECONDS = 5.5  # a warm-up and at least three windows of about a second
 
-# A network card of 200 Mbit/s; and one that takes 2 ms for each packet.
-NARROW = "tbf rate 200mbit burst 4kb latency 5s"
-SLUGGISH = "stab overhead 100000 linklayer ethernet tbf rate 400mbit burst 170kb latency 5s"
+NARROW = "tbf rate 200mbit burst 4kb latency 5s"  # a network card of 200 Mbit/s
 
 Run = Callable[[str, dict[str, Any]], Path]
 _reason = missing_tool("tc")
@@ -99,11 +88,11 @@ def _one_host(tmp_path: Path) -> Iterator[Run]:
 
 
 @contextmanager
-def _two_hosts(tmp_path: Path, queue: str) -> Iterator[Run]:
-    """Two hosts of one rank each; `queue` is what tc gets on both."""
+def _two_hosts(tmp_path: Path) -> Iterator[Run]:
+    """Two hosts of one rank each, with a narrow link."""
     with hosts(2) as made:
         for number in range(2):
-            made.call(number, "tc", "qdisc", "add", "dev", "eth0", "root", *queue.split())
+            made.call(number, "tc", "qdisc", "add", "dev", "eth0", "root", *NARROW.split())
 
         def run(kind: str, changes: dict[str, Any]) -> Path:
             folder, words = _prepare(tmp_path, kind, changes)
@@ -135,71 +124,40 @@ def _judge(folder: Path) -> list[Finding]:
     return found
 
 
-def _changes(cure: str) -> dict[str, Any]:
-    """`{"Batches": {"workers": 4}}` of "Batches(..., workers=4)"."""
-    call = ast.parse(cure, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Name)
-    options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-    return {call.func.id: options}
-
-
-CASES = {
-    "data": ("workers", None),
-    "one worker": ("workers", None),
-    "collate": ("workers", None),
-    "straggler": ("forward", None),
-    "buckets": ("bucket_mb", SLUGGISH),
-    "accumulation": ("global_batch=128", NARROW),
-}
-
-
-def _check(tmp_path: Path, kind: str) -> None:
-    cure, queue = CASES[kind]
-    with _two_hosts(tmp_path, queue) if queue else _one_host(tmp_path) as run:
-        planted = {"Batches": {"workers": 1}} if kind == "one worker" else {}
-        kind = "data" if kind == "one worker" else kind
-        folder = run(kind, planted)
-        first = _judge(folder)[0]
-        assert first.kind == kind, first
-        err = (folder / "err").read_text()
-        is_advised = f"paceline: advice: {first}.\n" in err
-        # The launcher may name rank 1 before; then the advice does not repeat it, unless it has a cure.
-        is_named = "slow: rank 1 " in err
-        assert is_advised != is_named if kind == "straggler" else is_advised
-        if kind == "straggler":  # the user has to find out why
-            assert first.title.startswith("rank 1 takes ")
-            assert f" ({cure} takes " in first.title
-            cured = run("", {})
-        else:
-            assert cure in first.cure
-            cured = run(kind, _changes(first.cure))
-    # What the documentation promises.
-    assert _rate(cured) / _rate(folder) == pytest.approx(first.gain, rel=0.2), first
-    if not queue:
-        assert _judge(cured) == []
-        assert "advice:" not in (cured / "err").read_text()
+def _check(run: Run, kind: str, cure: dict[str, Any]) -> None:
+    """The advice of the run names the bottleneck; with the cure it has less of it."""
+    folder = run(kind, {})
+    first = _judge(folder)[0]
+    assert first.kind == kind
+    assert f"paceline: advice: {first}.\n" in (folder / "err").read_text()
+    cured = run("" if kind == "straggler" else kind, cure)
+    gain = _rate(cured) / _rate(folder)
+    assert 1 + (first.gain - 1) / 4 < gain < 1.2 * first.gain, first
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["straggler", "data", "one worker", "collate"])
+@pytest.mark.parametrize("kind", ["straggler", "data"])
 def test_a_bottleneck_in_the_program(tmp_path: Path, kind: str) -> None:
-    _check(tmp_path, kind)
+    with _one_host(tmp_path) as run:
+        _check(run, kind, {"Batches": {"workers": 2}} if kind == "data" else {})
 
 
 @pytest.mark.slow
 @needs_tc
-@pytest.mark.parametrize("kind", ["accumulation", "buckets"])
-def test_a_bottleneck_in_the_network(tmp_path: Path, kind: str) -> None:
-    _check(tmp_path, kind)
+def test_a_bottleneck_in_the_network(tmp_path: Path) -> None:
+    with _two_hosts(tmp_path) as run:
+        _check(run, "communication", {"ddp": {"compress": "bf16"}})
 
 
 @pytest.mark.slow
-@needs_tc
-def test_compression_gains_what_was_said(tmp_path: Path) -> None:
-    with _two_hosts(tmp_path, NARROW) as run:
-        folder = run("accumulation", {})
-        found = {finding.kind: finding for finding in _judge(folder)}
-        second = found["communication"]
-        cured = run("accumulation", _changes(second.cure))
-    assert _rate(cured) / _rate(folder) == pytest.approx(second.gain, rel=0.2), second
+def test_a_healthy_run_on_a_busy_host_gets_no_advice(tmp_path: Path) -> None:
+    """Ranks wait for cores, and so for each other in turn: that is no communication."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        with _one_host(tmp_path) as run:
+            folder = run("", {})
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert _judge(folder) == []

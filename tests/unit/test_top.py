@@ -41,7 +41,7 @@ def _write(folder: Path, *, ranks: int = 2, last: int = 20, **facts: Any) -> Non
         rows = []
         for rank in range(ranks):
             own = 0.3 + 0.5 * (rank + 1) / ranks
-            rows.append(record.pack_row(_times(own, 0.9 - own), rank, 2e9, 0.5, 0.5))
+            rows.append(record.pack_row(_times(own, 0.9 - own), 2e9, 0.5))
         window = Window.from_rows(step, rows, time=1e9 + step, samples=40)
         line = window.to_line() | {"tokens": facts.get("tokens", 0)}
         clock.log(step, line)
@@ -93,7 +93,7 @@ def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
     for step in range(5, 3005, 5):
         times = _times(0.9, 0.0)
         times.spent_s[PHASES.index("checkpoint")] = 5.0 * (step == 2980)
-        rows = [record.pack_row(times, 0, 2e9, 0.5, 0.5)]
+        rows = [record.pack_row(times, 2e9, 0.5)]
         clock.log(step, Window.from_rows(step, rows, time=1e9 + step, samples=40).to_line())
     clock.close()
     assert load(str(tmp_path)).findings == []

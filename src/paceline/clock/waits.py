@@ -1,42 +1,16 @@
-"""Tells the clock when torch waits for other ranks.
+"""Tells the clock when a backward of DDP waits for other ranks.
 
-torch has no hook for that on the CPU, so its two functions that wait are wrapped. On a GPU they return at
-once; there the events of the clock show what the device waits for.
+On a GPU its functions that wait return at once; there the events of the clock show what the device waits for.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from paceline import torch_private
-from paceline.clock.step_clock import COMMUNICATION, COMMUNICATION_TP, clock
+from paceline.clock.step_clock import COMMUNICATION, clock
 
-_WAIT_TENSOR = "torch.distributed._functional_collectives.wait_tensor"
 _ENGINE = "torch.autograd.Variable._execution_engine"
-
-
-@functools.cache
-def watch_waits() -> None:
-    """Count the time in `Work.wait`, and in tensor parallelism's wait, as communication."""
-    dist.Work.wait = _timed(dist.Work.wait, COMMUNICATION)  # type: ignore[method-assign]
-    torch_private.wrap(_WAIT_TENSOR, lambda wait: _timed(wait, COMMUNICATION_TP))
-
-
-def _timed(wait: Callable[..., Any], phase: int) -> Callable[..., Any]:
-    @functools.wraps(wait)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        was = clock.begin(phase)
-        try:
-            return wait(*args, **options)
-        finally:
-            clock.end(was)
-
-    return wrapper
 
 
 def watch_backward(loss: torch.Tensor) -> None:

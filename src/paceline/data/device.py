@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.clock.step_clock import COPY, clock
+from paceline.clock.step_clock import DATA, clock
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
@@ -35,7 +35,7 @@ def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
         to = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
-    with clock.during(COPY):
+    with clock.during(DATA):
         return _map_leaves(batch, move)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from paceline.data.plan import (
     num_micro_batches,
 )
 from paceline.data.samples import Samples
-from paceline.data.workers import Failure, Timed, Workers, refuse_unsendable, worker_number
+from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
 from paceline.errors import PacelineError, StepError
 from paceline.job.job import Job
 
@@ -251,18 +250,16 @@ class SampleWork:
         self._order: Order | None = None
         self._checked = False
 
-    def __getitem__(self, task: Task) -> Timed:
-        began_ns = time.perf_counter_ns()
+    def __getitem__(self, task: Task) -> tuple[Int64Array, Any] | Failure:
         self._samples.errors.worker = worker_number()
-        result: tuple[Int64Array, Any] | Failure
         try:
-            result = read = self.read(task)
+            result = self.read(task)
             if not self._checked:
-                refuse_unsendable(read[1], self._samples.errors)
+                refuse_unsendable(result[1], self._samples.errors)
                 self._checked = True
         except PacelineError as error:
-            result = Failure.of(error)
-        return Timed(time.perf_counter_ns() - began_ns, result)
+            return Failure.of(error)
+        return result
 
     def read(self, task: Task) -> tuple[Int64Array, Any]:
         """Sample ids and batch of a task."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.clock.step_clock import DATA, clock
 from paceline.errors import ConfigError, DataError, SampleError, listed, rank_location
 from paceline.job import rng
 
@@ -187,14 +185,10 @@ class Samples:
                 samples = self._read_unseeded(id_list, rows)
             if self._collate is not default_collate:
                 self.errors.refuse_missing(id_list, samples)
-            began_ns = time.perf_counter_ns()
             try:
                 return self._collate(samples)
             except Exception as error:
                 raise self.errors.not_collated(id_list, error) from error
-            finally:
-                if clock.phase == DATA:
-                    clock.collate_ns += time.perf_counter_ns() - began_ns
 
     def _read_tensors(
         self, tensors: tuple[torch.Tensor, ...], ids: torch.Tensor, pin: bool

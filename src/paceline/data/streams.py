@@ -12,7 +12,6 @@ waits for it. It also detects ranks whose streams differ, which would otherwise 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from paceline.data.digest import digest
 from paceline.data.loader import Loader
 from paceline.data.plan import MicroBatch, PlannedStep, Position, max_micro_batches
 from paceline.data.samples import Collate, ReadErrors, keep_globals, sample_keys, seed_globals
-from paceline.data.workers import Failure, Timed, Workers, refuse_unsendable
+from paceline.data.workers import Failure, Workers, refuse_unsendable
 from paceline.errors import DataError, PacelineError, RankDisagreement
 from paceline.job import rng
 from paceline.job.job import Job
@@ -521,7 +520,7 @@ class _StreamWork(IterableDataset[Any]):
         self._reader = reader
         self._run = position, epochs, equal
 
-    def __iter__(self) -> Iterator[Timed]:
+    def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         assert info is not None
         worker, workers = info.id, info.num_workers
@@ -530,13 +529,11 @@ class _StreamWork(IterableDataset[Any]):
         object.__setattr__(info, "num_workers", 1)
         self._reader.errors.worker = worker
         checked = False
-        began_ns = time.perf_counter_ns()
         try:
             for part in self._reader.parts(*self._run, worker=worker, workers=workers):
                 if not checked:
                     refuse_unsendable(part, self._reader.errors)
                     checked = True
-                yield Timed(time.perf_counter_ns() - began_ns, part)
-                began_ns = time.perf_counter_ns()
+                yield part
         except PacelineError as error:
-            yield Timed(time.perf_counter_ns() - began_ns, Failure.of(error))
+            yield Failure.of(error)

@@ -39,13 +39,12 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from paceline import log, torch_private
-from paceline.clock.step_clock import DATA, clock
 from paceline.data.samples import ReadErrors
 from paceline.errors import DataError, PacelineError
 from paceline.exit_codes import signal_name
@@ -89,19 +88,12 @@ class Failure:
         raise self.error from self.original
 
 
-class Timed(NamedTuple):
-    """What a worker sends: the time that it worked, and the result, which may be a `Failure`."""
-
-    worked_ns: int
-    result: Any
-
-
 class Workers:
     """The loader workers of one rank.
 
     Args:
         work: Copied into each worker: a map-style object whose indices are tasks, or an iterable. Results
-            may be `Timed`.
+            may be a `Failure`.
         tasks: Whether `work` is map-style.
         init: A user's `worker_init_fn`, which each worker calls with its number.
         seed: Decides torch's seeds of the workers.
@@ -188,10 +180,6 @@ class Workers:
             if death := self.death():
                 raise death from error
             raise
-        if isinstance(result, Timed):
-            if clock.phase == DATA:
-                clock.load_ns += result.worked_ns
-            result = result.result
         if isinstance(result, Failure):
             result.throw()
         return result

@@ -11,14 +11,13 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from paceline.clock.record import Window
-from paceline.clock.step_clock import WAITS
 
 # The parts of a bar: letter, name, style, and the phases of the clock that it shows.
 _PARTS = (
     ("=", "compute", "green", ("forward", "backward", "optimizer")),
     ("D", "wait for data", "yellow", ("data",)),
-    ("C", "communication", "magenta", WAITS),
-    (".", "other", "dim", ("copy", "checkpoint", "evaluation", "logging", "other")),
+    ("C", "communication", "magenta", ("communication",)),
+    (".", "other", "dim", ("checkpoint", "evaluation", "other")),
 )
 _MOST_ROWS = 8  # with more ranks: the slowest ones and the quantiles
 _SLOWEST = 3
@@ -62,11 +61,8 @@ class RankBars:
 
     def _own_times(self) -> list[float]:
         """By rank, the seconds in which it did not wait for others."""
-        waits = [self._window.spent_s[phase] for phase in WAITS]
-        return [
-            wall - sum(phase[rank] for phase in waits)
-            for rank, wall in enumerate(self._window.wall_s)
-        ]
+        waits = self._window.spent_s["communication"]
+        return [wall - wait for wall, wait in zip(self._window.wall_s, waits, strict=True)]
 
     def _shares(self, rank: int) -> list[float]:
         spent = self._window.spent_s

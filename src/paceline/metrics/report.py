@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +212,6 @@ class Report:
     def own_times(self) -> list[float]:
         """Where the time of this rank's last steps went, as a row for `write_times`."""
         return self._clock_file.own_times()
-
-    def write_link(self, step: int, link: Mapping[str, float]) -> None:
-        """Write what was measured of the connection between the ranks."""
-        self._clock_file.write_link(step, link)
 
     def write_times(self, step: int, rows: list[list[float]]) -> None:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""

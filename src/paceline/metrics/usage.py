@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import math
-import multiprocessing
-import os
 import time
 
 import torch
 
 from paceline import log
-from paceline.machine import core_delay_s
 
 GPU_BUSY, GPU_MEMORY = "gpu_busy_percent", "gpu_memory_gb"  # names of values
 _GPU_INTERVAL_S = 1.0  # between two questions to NVML, which take up to some milliseconds
@@ -29,32 +25,27 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began, self._cpu_s = time.perf_counter(), time.process_time()
-        self._delay_s = core_delay_s(os.getpid())
-        self._workers_s: dict[int, float] = {}  # by process id
         self._gpu: dict[str, float] = {}
         self._gpu_asked_at = -math.inf
 
-    def measure(self) -> tuple[float, float, float]:
-        """Bytes of memory in use, how busy the device was since the last call, and the cores in use.
+    def measure(self) -> tuple[float, float]:
+        """Bytes of memory in use, and how busy the device was since the last call.
 
-        On a GPU the first two are the memory that torch has allocated, and the share of time in which a
-        kernel ran in NVML's last sample (-1 if NVML does not report it). On the CPU they are the resident
-        memory, and the number of cores that this process used. The third is the number of cores that
-        this process and its loader workers used, or would have used if one had been free.
+        On a GPU they are the memory that torch has allocated, and the share of time in which a kernel ran in
+        NVML's last sample (-1 if NVML does not report it). On the CPU they are the resident memory, and the
+        number of cores that this process used.
         """
         now, cpu_s = time.perf_counter(), time.process_time()
         passed_s = max(now - self._began, 1e-9)
         own = (cpu_s - self._cpu_s) / passed_s
-        delay_s = core_delay_s(os.getpid())
-        cores = own + (delay_s - self._delay_s + self._measure_workers()) / passed_s
-        self._began, self._cpu_s, self._delay_s = now, cpu_s, delay_s
+        self._began, self._cpu_s = now, cpu_s
         if self._device.type == "cuda":
             percent = self.gpu().get(GPU_BUSY)
             share = -1.0 if percent is None else percent / 100
-            return float(torch.cuda.memory_allocated(self._device)), share, cores
+            return float(torch.cuda.memory_allocated(self._device)), share
         import psutil
 
-        return float(psutil.Process().memory_info().rss), own, cores
+        return float(psutil.Process().memory_info().rss), own
 
     def gpu(self) -> dict[str, float]:
         """The result of `gpu_use`, at most a second old."""
@@ -62,20 +53,6 @@ class Usage:
         if now - self._gpu_asked_at >= _GPU_INTERVAL_S:
             self._gpu, self._gpu_asked_at = gpu_use(self._device), now
         return self._gpu
-
-    def _measure_workers(self) -> float:
-        """Seconds since the last call that processes of multiprocessing used a core, or waited for one."""
-        children = [c.pid for c in multiprocessing.active_children() if c.pid is not None]
-        if not children:
-            return 0.0
-        import psutil
-
-        before, self._workers_s = self._workers_s, {}
-        for pid in children:
-            with contextlib.suppress(psutil.Error):  # it has ended in the meantime
-                used = psutil.Process(pid).cpu_times()
-                self._workers_s[pid] = used.user + used.system + core_delay_s(pid)
-        return sum(used_s - before.get(pid, 0.0) for pid, used_s in self._workers_s.items())
 
 
 @functools.cache

@@ -15,16 +15,12 @@ Spec = dict[str, Any]
 # Work in cold colors, waits in warm ones; neighbours differ in lightness too, for those who see no color.
 COLORS = {
     "data": "#e8a33d",
-    "copy": "#8c6d1f",
     "forward": "#9ecae1",
     "backward": "#3182bd",
     "communication": "#e6550d",
-    "communication_tp": "#fdae6b",
-    "communication_pp": "#a63603",
     "optimizer": "#08519c",
     "checkpoint": "#756bb1",
     "evaluation": "#31a354",
-    "logging": "#c7c7c7",
     "other": "#7f7f7f",
 }
 _HEIGHT = 220
@@ -109,22 +105,6 @@ def bars(values: Sequence[Mapping[str, Any]], title: str) -> Spec:
             },
             "color": _phases(values),
             "order": {"field": "order", "type": "quantitative"},
-        },
-    )
-
-
-def timeline(values: Sequence[Mapping[str, Any]]) -> Spec:
-    """Bars in time. Values have `row`, `phase`, `begin` and `end`, in ms."""
-    rows = list(dict.fromkeys(value["row"] for value in values))
-    return _spec(
-        values,
-        height=_ROW * len(rows),
-        mark={"type": "bar", "tooltip": True},
-        encoding={
-            "y": {"field": "row", "type": "nominal", "sort": rows, "title": "rank"},
-            "x": {"field": "begin", "type": "quantitative", "title": "ms"},
-            "x2": {"field": "end"},
-            "color": _phases(values),
         },
     )
 

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.clock.checks.stalls import STALLS
+from paceline.clock.judge import CHECKPOINT
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.json_lines import OWN_NAMES
@@ -135,11 +135,11 @@ def _values(run: Run) -> str:
 def _verdict(run: Run) -> list[Text]:
     """What limits the run in the windows that are kept; nothing before enough was measured.
 
-    Advice about checkpoints, evaluation and logging is left out: the windows are too few to tell their share.
+    Advice about checkpoints is left out: the windows are too few to tell their share.
     """
     if run.findings is None:
         return []
-    found = [finding for finding in run.findings if finding.kind not in STALLS]
+    found = [finding for finding in run.findings if finding.kind != CHECKPOINT]
     if not found:
         return [_line("no bottleneck found", "green")]
     return [Text(f"advice: {found[0]}", "bold yellow")]

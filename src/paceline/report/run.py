@@ -17,8 +17,7 @@ from typing import Any
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import folders, open_store, read_manifest
 from paceline.clock import record as clock_record
-from paceline.clock.finding import Finding
-from paceline.clock.judge import judge
+from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError
@@ -27,7 +26,7 @@ from paceline.metrics.json_lines import METRICS, OWN_NAMES
 
 _POINTS = 600  # of a curve
 _WINDOWS = 240  # in a chart
-_RUN = re.compile(rb'\{"step": \d+, "(run|link)"')  # a line that describes the run
+_RUN = re.compile(rb'\{"step": \d+, "run"')  # a line that describes the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,34 +310,7 @@ def merge(windows: Sequence[Window]) -> Window:
         },
         memory_bytes=[max(w.memory_bytes[rank] for w in windows) for rank in ranks],
         busy=[sum(w.busy[rank] for w in windows) / len(windows) for rank in ranks],
-        spans=last.spans,
     )
-
-
-def shown_steps(record: Record) -> list[tuple[Window, str]]:
-    """The steps that are worth a look in time, as the windows that have their phases, and what each one is.
-
-    They are the first after the warm-up, the one of median length, and the longest. The first window of each
-    start is the warm-up; only if no other has the phases of a step, its own is shown.
-    """
-    kept = [window for window in record.windows if window.spans_s]
-    begins = [run.get("step", 0) for run in record.runs]
-    warm_up = {next((w.step for w in record.windows if w.step > begin), 0) for begin in begins}
-    after = [window for window in kept if window.step not in warm_up]
-    if not after:
-        return [(kept[-1], "in the warm-up")] if kept else []
-    if len(after) == 1:
-        return [(after[0], "the only one kept after the warm-up")]
-    by_length = sorted(after, key=lambda window: window.spans_s)
-    found: dict[int, tuple[Window, str]] = {}
-    for window, what in (
-        (after[0], "the first after the warm-up"),
-        (by_length[(len(after) - 1) // 2], "a usual one"),
-        (by_length[-1], "the longest"),
-    ):
-        _, before = found.get(window.step, (window, ""))
-        found[window.step] = window, f"{before} and {what}" if before else what
-    return [found[step] for step in sorted(found)]
 
 
 def _checkpoints(path: Path) -> tuple[list[tuple[int, int, float]], list[str]]:

@@ -9,15 +9,15 @@ from typing import Any
 
 from paceline.clock.judge import CHECKED
 from paceline.clock.record import Window
-from paceline.clock.step_clock import PHASES, WAITS
+from paceline.clock.step_clock import PHASES
 from paceline.machine import format_bytes
 from paceline.report import charts
-from paceline.report.run import Run, merge, shown_steps, thin, thin_windows
+from paceline.report.run import Run, merge, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
 _SHOWN_EVENTS = 20  # besides restarts
 # What describes a start, but is no setting.
-_NO_SETTINGS = ("time", "step", "total_steps", "link")
+_NO_SETTINGS = ("time", "step", "total_steps")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def sections(run: Run, other: Run | None = None) -> list[Section]:
     found += _curves(runs)
     for each in runs:
         name = f": {each.name}" if other is not None else ""
-        parts = (_breakdown, _ranks, _timeline, _events, _memory, _environment)
+        parts = (_breakdown, _ranks, _events, _memory, _environment)
         found += [part for make in parts for part in make(each, name)]
     return found
 
@@ -85,7 +85,7 @@ def _summary(runs: Sequence[Run]) -> Section:
     text = []
     for run in runs:
         whose = f"{run.name}: " if len(runs) > 1 else ""
-        text += [f"{whose}{finding}. {finding.details}".strip() for finding in run.findings or ()]
+        text += [f"{whose}{finding}." for finding in run.findings or ()]
         if run.findings is None and run.record.windows:
             text.append(f"{whose}The time since the last start is too short for advice.")
         elif run.findings == []:
@@ -214,13 +214,11 @@ def _ranks(run: Run, name: str) -> Iterator[Section]:
         return
     whole = merge(windows)
     ranks = range(whole.num_ranks)
-    waits = [sum(whole.spent_s[phase][rank] for phase in WAITS) / whole.steps for rank in ranks]
+    waits = [wait / whole.steps for wait in whole.spent_s["communication"]]
     own = [whole.wall_s[rank] / whole.steps - waits[rank] for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: -own[rank])
     shown = sorted(slowest[:_SHOWN_RANKS] if len(ranks) > _SHOWN_RANKS else ranks)
-    text = [
-        f"{each.title}. {each.details}" for each in run.findings or () if each.kind == "straggler"
-    ]
+    text = [f"{each.title}." for each in run.findings or () if each.kind == "straggler"]
     if run.findings is not None and not text:
         text.append("No rank holds up the others.")
     if len(ranks) > len(shown):
@@ -254,53 +252,6 @@ def _busy(run: Run, value: float) -> str:
     if value < 0:
         return "unknown"
     return f"{value:.2f}" if _busy_name(run) == "cores in use" else f"{100 * value:.0f} %"
-
-
-def _timeline(run: Run, name: str) -> Iterator[Section]:
-    chosen = shown_steps(run.record)
-    if chosen:
-        text = [
-            "Of the steps whose phases were kept: the first after the warm-up, the one whose length is "
-            "nearest to the median, and the longest; on the first ranks. Ranks of several hosts are "
-            "aligned only as well as the clocks of their hosts."
-        ]
-        if run.record.run.get("device", "cpu") != "cpu":
-            text.append(
-                "These are the times at which the host issued the work; the GPU does it later. The other "
-                "sections have the times of the GPU."
-            )
-        yield Section(title=f"Steps in time{name}", text=text)
-    for window, what in chosen:
-        yield _one_step(window, what)
-
-
-def _one_step(window: Window, what: str) -> Section:
-    begin = min(spans[0][1] for spans in window.spans if spans)
-    values = [
-        {
-            "row": str(rank),
-            "phase": p,
-            "begin": 1e3 * (at - begin),
-            "end": 1e3 * (at - begin + seconds),
-        }
-        for rank, spans in enumerate(window.spans)
-        for p, at, seconds in spans
-        if seconds > 0
-    ]
-    present = [phase for phase in PHASES if any(value["phase"] == phase for value in values)]
-    rows = []
-    for rank, spans in enumerate(window.spans):
-        waiting = sum(seconds for phase, _, seconds in spans if phase in WAITS)
-        own = {phase: sum(s for p, _, s in spans if p == phase) for phase in present}
-        whole = sum(own.values())
-        rows.append([str(rank), _ms(whole), _ms(waiting), *(_ms(own[p]) for p in present)])
-    return Section(
-        title=f"Step {window.spans_step:,}, {what}: {_ms(window.spans_s)} ms",
-        table=Table(["rank", "ms", "of that, waiting, ms", *present], rows),
-        chart=charts.timeline(values),
-        alt=f"the phases of step {window.spans_step} in time, one row for each rank",
-        level=3,
-    )
 
 
 def _events(run: Run, name: str) -> Iterator[Section]:

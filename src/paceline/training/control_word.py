@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import log
-from paceline.clock.record import row_size
+from paceline.clock.record import ROW_SIZE
 from paceline.errors import NonFinite, listed
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -346,17 +346,12 @@ class Control:
 
     def _own_row(self) -> list[float]:
         """This rank's row among zeros, so that the sum over ranks has the rows of all."""
-        sizes = [row_size(rank) for rank in range(self._job.world_size)]
-        rank = self._job.rank
-        return [0.0] * sum(sizes[:rank]) + self.own_times() + [0.0] * sum(sizes[rank + 1 :])
+        rows = [[0.0] * ROW_SIZE] * self._job.world_size
+        rows[self._job.rank] = self.own_times()
+        return [number for row in rows for number in row]
 
     def _split_rows(self, numbers: list[float]) -> list[list[float]]:
-        rows: list[list[float]] = []
-        while numbers:
-            size = row_size(len(rows))
-            rows.append(numbers[:size])
-            numbers = numbers[size:]
-        return rows
+        return [numbers[i : i + ROW_SIZE] for i in range(0, len(numbers), ROW_SIZE)]
 
 
 def name_samples(samples: dict[int, list[int]]) -> str:

@@ -20,7 +20,7 @@ import torch
 from paceline import log
 from paceline.clock.step_clock import (
     BACKWARD,
-    COMMUNICATION_PP,
+    COMMUNICATION,
     DATA,
     FORWARD,
     OPTIMIZER,
@@ -348,7 +348,7 @@ class Step:
                     refuse_dropped_samples(micro.batch, micro.count, self._where)
             scheduled = _Scheduled(self, micros, loss_fn, reduction)
             self._num_begun = scheduled.num_micro_batches
-            clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
+            clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(BACKWARD)
             (record,) = self._records

@@ -25,9 +25,7 @@ from torch.optim import Optimizer
 from paceline import log
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
-from paceline.clock.link import measure_link
-from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
-from paceline.clock.waits import watch_waits
+from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import ConfigError, StepError, refuse_different_values
@@ -170,7 +168,6 @@ class Training:
         self._loop_state = LoopState(job)
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._report = Report(job)
-        self._link: dict[str, float] | None = None
         self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
         self.checkpoints = checkpoints
         self._is_resumed = False
@@ -368,10 +365,8 @@ class Training:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         refuse_values(values, reduce, step.number)
         if step.number % every_n == 0:
-            was = clock.begin(LOGGING)
             self._control.own.reduce |= reduce != "rank0"
             self._report.keep_values(step.number, step.epoch, values, reduce)
-            clock.end(was)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
@@ -574,8 +569,6 @@ class Training:
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
         context.leave_step()  # of an earlier loop that is still open
-        if self.job.world_size > 1:
-            watch_waits()
         if not self.reproducible:
             # Chosen again, because a communication hook may have been registered in the meantime.
             context.strategy = self._choose_strategy()
@@ -589,7 +582,7 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
         self._control.begin_loop(self.number)
-        self._control.own_times = self._own_times
+        self._control.own_times = self._report.own_times
         for trained in context.optimizers:
             trained.schedule.begin()
             trained.optimizer.zero_grad()  # of a backward before the loop, or of a step that was left
@@ -618,29 +611,11 @@ class Training:
             "strategy": type(strategy).__name__.removesuffix("Strategy"),
             "precision": self.precision,
             "reproducible": self.reproducible,
-            "gradient_bytes": self._gradient_bytes(),
         }
         facts |= strategy.facts() | self.batches.facts()
         if self.checkpoints is not None:
             facts |= self.checkpoints.facts()
-        if self._link is not None:
-            facts["link"] = self._link
         return facts
-
-    def _gradient_bytes(self) -> int:
-        return sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
-
-    def _own_times(self) -> list[float]:
-        """This rank's row about where its time went. All ranks call it after the same step."""
-        group = self.job.data.group
-        if self._link is None and group is not None and self._context.strategy.reduces_gradients:
-            try:
-                with clock.during(LOGGING):
-                    self._link = measure_link(group, self.job.device, self._gradient_bytes())
-            except RuntimeError as error:
-                self.job.reraise(error)
-            self._report.write_link(self.number, self._link)
-        return self._report.own_times()
 
     def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
@@ -688,15 +663,12 @@ class Training:
         if has_count and not keeps_divisor:
             # The count of the first optimizer; for the others any power of two gives the same bits.
             context.token_divisor = weight.next_token_divisor(word.totals[-1].count)
-        with clock.during(LOGGING):
-            self._report.write(word.totals, reduce=word.requests.reduce)
-            if word.times:
-                self._report.write_times(word.step, word.times)
+        self._report.write(word.totals, reduce=word.requests.reduce)
+        if word.times:
+            self._report.write_times(word.step, word.times)
 
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
-        # Without the link: it would be too late.
-        self._control.own_times = self._report.own_times
         for word in self._control.flush(self.number):
             self._apply(word)
         checkpoints = self.checkpoints

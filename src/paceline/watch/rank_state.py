@@ -31,7 +31,6 @@ _WAITS = (
     "paceline/job/failures.py",  # values over the store
     "paceline/job/collectives.py",
     "paceline/job/job.py",
-    "paceline/clock/waits.py",  # around `Work.wait`
 )
 _PICKLES = ("_object_to_tensor", "_tensor_to_object")  # functions of those files that compute
 # Innermost files of a thread that sleeps: until the next look into the store, or until a future has a result.

@@ -1,1 +1,0 @@
-"""One file for each kind of advice about a run; see `clock/judge.py`."""
