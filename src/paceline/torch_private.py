@@ -330,8 +330,8 @@ NAMES = (
     ),
     PrivateName(
         COMPILER,
-        why="ranks that wait for a restart import it early, since the first optimizer imports it",
-        without="a restarted rank imports less before its script begins",
+        why="processes that fork ranks import it early, since the first optimizer imports it",
+        without="a forked rank imports more before its first step",
     ),
     # profile
     PrivateName(

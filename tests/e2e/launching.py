@@ -112,7 +112,7 @@ with open("codes", "w") as file:
 
 
 def run_each(cases: Sequence[tuple[str, str]], folder: Path) -> list[Finished]:
-    """As `run` for each (words, script), in one launcher process and with ranks that do not import torch.
+    """As `run` for each (words, script), in one launcher process.
 
     `{}` in the words is the script; without it, the script is the last word.
     """
@@ -121,9 +121,7 @@ def run_each(cases: Sequence[tuple[str, str]], folder: Path) -> list[Finished]:
         (folder / f"case{number}.py").write_text(script)
         line = words if "{}" in words else f"{words} {{}}"
         lines.append(line.format(f"case{number}.py").split())
-    done = finish(
-        spawn([sys.executable, "-c", _EACH, json.dumps(lines)], folder, PACELINE_PRELOAD="0")
-    )
+    done = finish(spawn([sys.executable, "-c", _EACH, json.dumps(lines)], folder))
     assert done == Finished(0, "", "")
     codes = json.loads((folder / "codes").read_text())
     read = [[(folder / f"{n}.{fd}").read_text() for fd in (1, 2)] for n in range(len(codes))]

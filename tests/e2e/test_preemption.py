@@ -232,7 +232,7 @@ time.sleep(60)
 @pytest.mark.slow
 def test_a_script_without_a_training_is_ended_by_the_signal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
     deadline = time.monotonic() + DEADLINE_S
     while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -264,7 +264,7 @@ def test_a_rank_that_does_not_end_well_after_a_signal_is_reported(
 ) -> None:
     (tmp_path / "late.py").write_text(LATE)
     words = ["run", "--nproc-per-node=2", "--shutdown-timeout=2", "late.py", code, other]
-    process = start(words, tmp_path, PACELINE_PRELOAD="0")
+    process = start(words, tmp_path)
     deadline = time.monotonic() + DEADLINE_S
     while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

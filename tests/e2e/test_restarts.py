@@ -39,24 +39,6 @@ with paceline.join(seed=1, device="cpu") as job:
 """
 
 
-SETS_A_VARIABLE = """
-import os, time
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
-import torch._dynamo
-print(torch._dynamo.config.disable, flush=True)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(5)  # until there are spares
-    os._exit(3)
-"""
-
-
-@pytest.mark.ci
-def test_a_variable_of_the_script_counts_after_a_restart_too(tmp_path: Path) -> None:
-    done = run("--max-restarts=1", SETS_A_VARIABLE, tmp_path)
-    assert done.code == 0, done
-    assert done.out == "True\nTrue\n"
-
-
 @pytest.mark.ci
 def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2 --max-restarts=5", RAISES, tmp_path)

@@ -33,7 +33,7 @@ if os.environ["RANK"] == "0":
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
         cwd=tmp_path,
-        env=environment(PACELINE_PRELOAD="0"),
+        env=environment(),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -70,7 +70,7 @@ def test_a_job_goes_on_after_its_terminal_was_closed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
         cwd=tmp_path,
-        env=environment(PACELINE_PRELOAD="0"),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
@@ -93,7 +93,7 @@ def test_a_job_goes_on_after_its_terminal_was_closed(tmp_path: Path) -> None:
 def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('lost', flush=True)\nopen('done', 'w').close()\n")
     command = f"exec {sys.executable} -m paceline run train.py <&- >&- 2>&-"
-    env = environment(PACELINE_PRELOAD="0")
+    env = environment()
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, timeout=60)
     assert done.returncode == 0
     assert (tmp_path / "done").exists()
@@ -102,7 +102,7 @@ def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
 def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
     script = "import os, sys; print('out'); print('err', file=sys.stderr)"
     words = "--nproc-per-node=2 --log-dir logs --redirects 1 --tee 0:2"
-    done = run(words, script, tmp_path, PACELINE_PRELOAD="0")
+    done = run(words, script, tmp_path)
     assert done.code == 0
     assert done.out == ""
     assert sorted(line for line in done.err.splitlines() if "err" in line) == ["[0] err", "[1] err"]
@@ -130,7 +130,7 @@ def test_a_signal_ends_a_job_whose_output_is_not_read(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
         cwd=tmp_path,
-        env=environment(PACELINE_PRELOAD="0"),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -162,7 +162,7 @@ raise OSError("disk is full")
 @pytest.mark.slow
 def test_much_output_needs_no_memory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PRINTS)
-    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
     assert process.stdout is not None
     size, last = 0, b""
     ended: set[bytes] = set()

@@ -235,11 +235,10 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_input_names_the_nearest_match(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("train.py", "train.log"):
         (tmp_path / name).touch()
-    monkeypatch.setenv("PACELINE_PRELOAD", "0")
     words = line.format(folder=tmp_path).split()
     if words[0] == "run":  # its `main` would end this process
         words, entry = words[1:], import_module("paceline.launch").run

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.launch import variables
 from paceline.launch.options import read_options
-from paceline.launch.prescan import ScriptError, check_script, early_count
+from paceline.launch.prescan import ScriptError, check_script
 
 
 @pytest.mark.parametrize("before", [[], ["--nproc-per-node=2", "--max-restarts", "1", "-r3"]])
@@ -33,7 +32,6 @@ def test_all_words_after_the_script_are_its_own(before: list[str], script: list[
 def test_the_number_of_ranks_has_the_names_of_other_launchers(name: str) -> None:
     for words in ([name, "3"], [f"{name}=3"] if name.startswith("--") else [f"{name}3"]):
         assert read_options([*words, "train.py"]).args.nproc_per_node == "3"
-    assert early_count([name, "3", "train.py"], {}) == 3
 
 
 @pytest.mark.parametrize(
@@ -72,18 +70,7 @@ def test_the_interpreter_of_the_ranks_is_the_one_of_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
-    assert read_options(["train.py", "-x"]).command == ["/opt/python", "-u", "train.py", "-x"]
-
-
-@pytest.mark.parametrize(("port", "kept"), [("29500", True), ("29501", False)])
-def test_a_script_that_sets_another_port_leaves_the_store_of_the_launcher(
-    port: str, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    variables._leave_agent_store("MASTER_PORT", port)
-    assert ("TORCHELASTIC_USE_AGENT_STORE" in os.environ) == kept
-    assert bool(capsys.readouterr().err) != kept
+    assert read_options(["train.py", "-x"]).command_of(0)[0] == "/opt/python"
 
 
 def test_devices_that_are_missing_name_the_way_without_them(
@@ -157,33 +144,6 @@ REFUSED = [
 def test_options_that_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_options([*words, "train.py"])
-
-
-@pytest.mark.parametrize(
-    ("words", "count"),
-    [
-        ("train.py --nproc-per-node 9", 1),
-        ("--nproc-per-node=2 train.py", 2),
-        ("--nproc_per_node 3 --max-restarts=1 train.py", 3),
-        ("--standalone --nproc-per-node 2 -m pkg.train --nproc-per-node 9", 2),
-        ("--rdzv_endpoint a:1 --nnodes 2 train.py", 1),
-        ("--nproc-per-node=gpu train.py", None),
-        ("--nproc-per-node=0 train.py", None),
-        ("--no-python train.sh", None),
-        ("--log-dir x train.py", 1),
-        ("--log-dir x --tee 3 train.py", None),
-        ("--help", None),
-        ("", None),
-        ("--nproc-per-node", None),
-    ],
-)
-def test_how_many_ranks_start_early(words: str, count: int | None) -> None:
-    assert early_count(words.split(), {}) == count
-
-
-def test_the_early_start_reads_the_environment_as_torchrun_does() -> None:
-    assert early_count(["train.py"], {"PET_NPROC_PER_NODE": "4"}) == 4
-    assert early_count(["train.py"], {"PET_TEE": "3"}) is None
 
 
 @pytest.mark.parametrize("content", ["def f(\n", "x = = 1\n", "\0"])

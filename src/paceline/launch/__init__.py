@@ -1,13 +1,12 @@
 """The launcher: `paceline run`, a front to `torch.distributed.run` (torchrun).
 
-`run(argv)` is its entry: it starts the interpreters of the ranks, imports torch while they do, and launches.
-
-- Without torch: prescan.py (how many ranks), local_ranks.py (starts and ends them), output.py,
-  and guard.py, a process that ends the ranks if the launcher is killed.
-- Fronts to torch's launcher: options.py, session.py (one run), agent.py (rounds of ranks) and
-  rendezvous.py; for several nodes also nodes.py, endpoint.py, node_exchange.py and node_facts.py.
-- Used by the agent: signals.py, hang_watch.py, messages.py and failure_report.py.
-- In the ranks: worker.py, and variables.py, which the processes that they spawn use too.
+- options.py: the command line; prescan.py: whether there is a script.
+- session.py: one run; agent.py: rounds of ranks; rendezvous.py, and for several nodes nodes.py, endpoint.py,
+  node_exchange.py and node_facts.py.
+- local_ranks.py starts and ends the ranks; output.py passes on what they print; guard.py is a process that
+  ends the ranks if the launcher is killed.
+- signals.py, hang_watch.py, messages.py and failure_report.py.
+- worker.py is the first code of a rank.
 - spawning.py starts ranks from a notebook, a debugger or a test, without `paceline run`.
 """
 
@@ -23,9 +22,9 @@ from typing import NoReturn
 
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
-from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
+from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.output import Consoles
-from paceline.launch.prescan import ScriptError, early_count
+from paceline.launch.prescan import ScriptError
 
 __all__ = ["run"]
 
@@ -46,8 +45,6 @@ def run(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, _exit)
     try:
         local_ranks = LocalRanks(Consoles.of_this_process())
-        if (count := early_count(argv, os.environ)) is not None:
-            local_ranks.start(count, environment_of_ranks(choose_threads(count)[0]))
         return _launch(argv, local_ranks)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)

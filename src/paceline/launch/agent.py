@@ -1,4 +1,4 @@
-"""torch's elastic agent with our ranks: started early, stopped cleanly, and diagnosed when they fail.
+"""torch's elastic agent with our ranks: stopped cleanly, and diagnosed when they fail.
 
 A subclass of torch's `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and
 health checks. This file replaces its documented methods that start, watch and stop processes.
@@ -10,7 +10,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from string import Template
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
+from torch.distributed.elastic.multiprocessing import LogsDest, ProcessFailure
 
 from paceline import torch_private
 from paceline.errors import name_ranks
@@ -37,7 +37,15 @@ from paceline.job.network import (
 )
 from paceline.launch import failure_report
 from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import LocalRanks, Rank, count_of, has_probe
+from paceline.launch.local_ranks import (
+    LocalRanks,
+    Rank,
+    RankSpec,
+    choose_threads,
+    count_of,
+    environment_of_ranks,
+    has_probe,
+)
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
@@ -52,6 +60,7 @@ from paceline.watch.rank_state import last_call
 _PREEMPTED_WAIT_S = 5.0
 _EXIT_BARRIER_S = 300.0  # torch's own default
 
+Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
 _TORCH = torch_private.AGENT
 _RESTARTS_LEFT = f"{_TORCH}._remaining_restarts"
 
@@ -60,7 +69,7 @@ class Agent(LocalElasticAgent):
     """Runs the ranks of one node, again after each restart. A round is the time between two restarts.
 
     Args:
-        threads_note: How many threads each rank has, in words.
+        wrap: Puts words before the command of a local rank, such as those of numactl.
 
     Attributes:
         first_failure: Of the last round; None if it did not end by a known failure.
@@ -74,7 +83,7 @@ class Agent(LocalElasticAgent):
         options: LaunchOptions,
         local_ranks: LocalRanks,
         signals: ReceivedSignals,
-        threads_note: str,
+        wrap: Wrap | None,
     ) -> None:
         logs = options.config.logs_specs
         assert logs is not None
@@ -83,7 +92,9 @@ class Agent(LocalElasticAgent):
         self._options = options
         self._local_ranks = local_ranks
         self._signals = signals
-        self._threads_note = threads_note
+        self._threads, self._threads_note = choose_threads(spec.local_world_size)
+        self._wrap = wrap
+        self._has_failed_log = False
         self.first_failure: FirstFailure | None = None
         self.interrupted_at = ""
         self.preempted = False
@@ -100,8 +111,6 @@ class Agent(LocalElasticAgent):
         # The store of the last round closes its port when the last reference to it is gone.
         torch_private.set_attribute(f"{_TORCH}._store", self, None)
         worker_group.store = None
-        if not self._local_ranks.ranks:
-            self._local_ranks.start_again()  # they import torch while the nodes meet
         rendezvous: Any = torch_private.find(f"{_TORCH}._rendezvous")
         with self._signals.interruptible():
             rendezvous(self, worker_group)
@@ -116,11 +125,6 @@ class Agent(LocalElasticAgent):
                 self._exchange = NodeExchange(PrefixStore(prefix, store), node, node_count)
         if self._watch is not None:
             self._watch.exchange = self._exchange
-        if not self._local_ranks.has_begun:
-            self._local_ranks.has_begun = True
-            self._announce(worker_group, node_count)
-        else:
-            self._local_ranks.say(f"restarted ranks on this host: {self._pids()}")
 
     def _announce(self, group: WorkerGroup, node_count: int) -> None:
         world_size = group.workers[0].world_size
@@ -179,19 +183,59 @@ class Agent(LocalElasticAgent):
             setup(self, environments)
         if setup := torch_private.find(f"{_TORCH}._setup_healthcheck"):
             setup(self)
-        if self._options.uses_logs:
-            self._connect_logs(self._logs, environments)
-        ranks, shown = self._local_ranks.ranks, self._options.shown_local_ranks
-        for worker in worker_group.workers:
-            rank = ranks[worker.local_rank]
-            rank.set_prefix(self._prefix(worker_group, worker))
-            if shown is not None and worker.local_rank not in shown:
-                for stream in rank.streams:
-                    stream.console = None
-            script = self._options.script_of(worker.local_rank)
-            script["env"] = environments[worker.local_rank]
-            self._local_ranks.run(worker.local_rank, worker.global_rank, script)
-        return {rank.local_rank: rank.pid for rank in ranks}
+        logs = self._logs.reify(environments) if self._options.uses_logs else None
+        specs = [
+            self._rank_spec(worker_group, worker, environments[worker.local_rank], logs)
+            for worker in worker_group.workers
+        ]
+        self._local_ranks.start(specs)
+        if not self._local_ranks.has_begun:
+            self._local_ranks.has_begun = True
+            self._announce(worker_group, worker_group.group_world_size or 1)
+        else:
+            self._local_ranks.say(f"restarted ranks on this host: {self._pids()}")
+        return {rank.local_rank: rank.pid for rank in self._local_ranks.ranks}
+
+    def _rank_spec(
+        self, group: WorkerGroup, worker: Any, variables: dict[str, str], logs: LogsDest | None
+    ) -> RankSpec:
+        local_rank = worker.local_rank
+        command = self._options.command_of(local_rank)
+        filtered = self._options.shown_local_ranks
+        shown = filtered is None or local_rank in filtered
+        spec = RankSpec(
+            local_rank=local_rank,
+            rank=worker.global_rank,
+            command=command if self._wrap is None else self._wrap(local_rank, command),
+            environment=environment_of_ranks(self._threads) | variables,
+            is_python=self._options.is_python,
+            prefix=self._prefix(group, worker),
+            # Progress bars need a terminal, and only one rank may draw them.
+            terminal=local_rank == 0 and logs is None,
+            shown=(shown, shown),
+        )
+        return spec if logs is None else self._with_logs(spec, logs)
+
+    def _with_logs(self, spec: RankSpec, logs: LogsDest) -> RankSpec:
+        """Apply torch's log options: files and tees."""
+        rank = spec.local_rank
+        files: list[LogFile | None] = []
+        shown: list[bool] = []
+        for paths, tees, is_shown in (
+            (logs.stdouts, logs.tee_stdouts, spec.shown[0]),
+            (logs.stderrs, logs.tee_stderrs, spec.shown[1]),
+        ):
+            path = paths[rank]
+            is_file = path not in ("", os.devnull)
+            files.append(LogFile(path, self._log_failed) if is_file else None)
+            tee = tees.get(rank, os.devnull) != os.devnull
+            shown.append(is_shown and (not path or tee))
+        return replace(spec, logs=(files[0], files[1]), shown=(shown[0], shown[1]))
+
+    def _log_failed(self, text: str) -> None:
+        if not self._has_failed_log:
+            self._has_failed_log = True
+            self._local_ranks.say(f"the log file {text}; the job goes on without it")
 
     def _prefix(self, group: WorkerGroup, worker: Any) -> str:
         template = self._options.config.log_line_prefix_template
@@ -236,29 +280,6 @@ class Agent(LocalElasticAgent):
         endpoint = self._options.endpoint
         return None if endpoint is None else route_to(endpoint.host)
 
-    def _connect_logs(self, logs: LogsSpecs, environments: dict[int, dict[str, str]]) -> None:
-        """Apply torch's log options: files and tees. Also adds the error files to `environments`."""
-        layout = logs.reify(environments)
-        failures: list[str] = []
-
-        def failed(text: str) -> None:
-            if not failures:
-                self._local_ranks.say(f"the log file {text}; the job goes on without it")
-            failures.append(text)
-
-        for index, paths, tees in (
-            (0, layout.stdouts, layout.tee_stdouts),
-            (1, layout.stderrs, layout.tee_stderrs),
-        ):
-            for rank in self._local_ranks.ranks:
-                stream = rank.streams[min(index, len(rank.streams) - 1)]
-                path = paths[rank.local_rank]
-                tee = rank.local_rank in tees and tees[rank.local_rank] != os.devnull
-                if path not in ("", os.devnull):
-                    stream.files.append(LogFile(path, failed))
-                if path and not tee:
-                    stream.console = None
-
     @property
     def _max_restarts(self) -> int:
         return int(self.get_worker_group().spec.max_restarts)
@@ -285,8 +306,6 @@ class Agent(LocalElasticAgent):
             local.forward_signal(number)
         if self._restarts_left > 0:
             local.kill_suspended()  # without restarts they are kept: the user may still resume them
-            if os.environ.get("PACELINE_SPARES") != "0":
-                local.keep_spares()
         done = local.done  # read first: a rank may end badly between the two
         if local.any_ended_badly:
             return self._fail()

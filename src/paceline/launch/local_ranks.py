@@ -1,6 +1,6 @@
-"""The ranks of this host: started early, sent their script, watched, stopped, and cleaned up.
+"""The ranks of this host: started, watched, stopped, and cleaned up.
 
-torch's agent (agent.py) decides when each of these happens. This file does not import torch, because ranks
+agent.py decides when each of these happens. This file does not import torch, because the ranks of one host
 are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
 
 Verbs: `stop` sends a signal, and SIGKILL after a grace period; `kill` sends SIGKILL and does not wait;
@@ -16,7 +16,6 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -26,14 +25,14 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchFailed, name_ranks
 from paceline.exit_codes import ExitCode
-from paceline.launch.output import Console, Consoles, Pump, Stream
+from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
-from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import PROBE_NAME, UNASKED, Probe
 from paceline.watch.stacks import place_of_crash
@@ -50,7 +49,6 @@ _GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
 _STATE_S = 1.0  # how long running ranks may take to report their state after a failure
-_SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
 _SUSPENDED_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank. Those of the last seconds matter.
 _RECORDED_COLLECTIVES = "256"
@@ -66,49 +64,59 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "seen_error": _ERROR,  # an error that may explain a later exit; the rank may go on
     "exit": {"place": str},  # the script has called sys.exit()
     "interrupted": {"place": str},  # the script was there at a KeyboardInterrupt
-    # The script has set a variable that torch._dynamo may read when it is imported.
-    "variable": {},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
 _START_FIXES = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`), or start fewer ranks on this host.",
-    errno.ENOENT: "set PYTHON_EXEC to an interpreter, or unset it.",
-    errno.EACCES: "set PYTHON_EXEC to an interpreter, or unset it.",
+    errno.ENOENT: "check the program, or the interpreter in PYTHON_EXEC.",
+    errno.EACCES: "check the program, or the interpreter in PYTHON_EXEC.",
+    errno.ENOEXEC: "give the script a first line such as `#!/bin/bash`.",
 }
 _NO_SIZE = bytes(8)
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
-# Puts words before the command of a local rank, such as those of numactl.
-Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """What a rank runs, and where its output goes.
+
+    Args:
+        rank: Of the job.
+        environment: All variables of its process.
+        is_python: Whether the command executes worker.py, which connects to the launcher.
+        prefix: Put before each line, except on a terminal.
+        terminal: Whether it gets a pseudo-terminal where the launcher has a terminal.
+        shown: Whether the launcher shows its standard output, and its standard error.
+        logs: Files for both; None for none.
+    """
+
+    local_rank: int
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    is_python: bool = True
+    prefix: str = ""
+    terminal: bool = False
+    shown: tuple[bool, bool] = (True, True)
+    logs: tuple[LogFile | None, LogFile | None] = (None, None)
 
 
 class Rank:
     """One rank of this host: its process, control socket, output, and how it ended.
 
-    The process is started when only its local rank is known; `LocalRanks.run` sends the rest.
-
     Args:
-        environment: The variables that are known at the start.
         changed: Called in the pump's thread when the rank has sent an event or has ended.
-        prefix: Put before each line until the global rank is known.
-        terminal: Whether it gets a pseudo-terminal where the launcher has a terminal.
     """
 
     def __init__(
         self,
-        local_rank: int,
-        command: Sequence[str],
+        spec: RankSpec,
         *,
-        environment: Mapping[str, str],
         consoles: Consoles,
         pump: Pump,
         changed: Callable[[], None],
-        prefix: bytes,
-        terminal: bool,
     ) -> None:
-        self.local_rank = self.rank = (
-            local_rank  # `rank` becomes that of the job in `LocalRanks.run`
-        )
+        self.local_rank, self.rank = spec.local_rank, spec.rank
         self.events: list[dict[str, Any]] = []
         self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
         self._unanswered: set[str] = set()  # kinds of questions
@@ -117,7 +125,6 @@ class Rank:
         self.told_to_end_at: float | None = None  # when the launcher first told it to end
         self.suspended_at: float | None = None  # monotonic, unlike the others
         self.suspended = False  # killed because SIGSTOP had stopped it
-        self.has_script = False
         self.hung = False
         self._pump = pump
         self._changed = changed
@@ -129,20 +136,19 @@ class Rank:
         self._probe_text = ""
         self._read_probe_events = False
         self.streams: list[Stream] = []
-        out, err = self._open_streams(consoles, prefix, terminal)
-        environment = {
-            **environment,
-            "PACELINE_CONTROL_FD": str(theirs.fileno()),
-            "PACELINE_PROBE_FD": str(self._probe) if has_probe() else "",
-        }
+        out, err = self._open_streams(spec, consoles)
+        environment = dict(spec.environment)
+        if spec.is_python:
+            environment["PACELINE_CONTROL_FD"] = str(theirs.fileno())
+            environment["PACELINE_PROBE_FD"] = str(self._probe) if has_probe() else ""
         try:
             self.process = subprocess.Popen(
-                command,
-                stdin=None if local_rank == 0 else subprocess.DEVNULL,
+                spec.command,
+                stdin=None if spec.local_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 env=environment,
-                pass_fds=[theirs.fileno(), self._probe],
+                pass_fds=[theirs.fileno(), self._probe] if spec.is_python else [],
                 start_new_session=True,
             )
         except OSError:
@@ -159,16 +165,14 @@ class Rank:
         pump.watch(self._socket.fileno(), self.read_events)
         self._watch_end()
 
-    def _open_streams(self, consoles: Consoles, prefix: bytes, terminal: bool) -> tuple[int, int]:
-        if terminal and consoles.out is consoles.err and consoles.out.is_terminal:
-            fd = self._open_stream(consoles.out, prefix, terminal=True)
+    def _open_streams(self, spec: RankSpec, consoles: Consoles) -> tuple[int, int]:
+        if spec.terminal and consoles.out is consoles.err and consoles.out.is_terminal:
+            fd = self._open_stream(spec, 0, consoles.out)
             return fd, fd  # one terminal for both, as in a shell, keeps their order
-        return (
-            self._open_stream(consoles.out, prefix, terminal=terminal and consoles.out.is_terminal),
-            self._open_stream(consoles.err, prefix, terminal=terminal and consoles.err.is_terminal),
-        )
+        return self._open_stream(spec, 0, consoles.out), self._open_stream(spec, 1, consoles.err)
 
-    def _open_stream(self, console: Console, prefix: bytes, *, terminal: bool) -> int:
+    def _open_stream(self, spec: RankSpec, number: int, console: Console) -> int:
+        terminal = spec.terminal and console.is_terminal
         if terminal:
             ours, theirs = os.openpty()
             modes = termios.tcgetattr(theirs)
@@ -178,15 +182,17 @@ class Rank:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
             with contextlib.suppress(OSError):  # of a user who has too many pipes
                 fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.streams.append(Stream(ours, console, b"" if terminal else prefix, terminal=terminal))
+        stream = Stream(
+            ours,
+            console if spec.shown[number] else None,
+            b"" if terminal else spec.prefix.encode(),
+            terminal=terminal,
+        )
+        if (log := spec.logs[number]) is not None:
+            stream.files.append(log)
+        self.streams.append(stream)
         self.copy_window_size()
         return theirs
-
-    def set_prefix(self, prefix: str) -> None:
-        """What to put before each line, except on a terminal."""
-        for stream in self.streams:
-            if not stream.terminal:
-                stream.prefix = prefix.encode()
 
     def copy_window_size(self) -> None:
         """Give the rank's terminal the size of ours."""
@@ -442,14 +448,6 @@ class LocalRanks:
         self.ranks: list[Rank] = []
         self.has_begun = False
         self.has_signal: Callable[[], bool] = lambda: False
-        # Interpreters that have imported torch, and become the ranks after a restart.
-        self._spares: list[Rank] = []
-        self._spares_fit = True  # until the script sets a variable that their imports read
-        self._count = 0
-        self._environment: Mapping[str, str] = {}
-        self._wrap: Wrap | None = None
-        self._terminal = True
-        self._script_began = 0.0
         self._changed = threading.Event()
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
@@ -460,84 +458,24 @@ class LocalRanks:
             bufsize=0,
         )
 
-    def start(
-        self,
-        count: int,
-        environment: Mapping[str, str],
-        *,
-        terminal: bool = True,
-        wrap: Wrap | None = None,
-    ) -> None:
-        """Start `count` processes, which import torch and wait for `run`.
+    def start(self, specs: Sequence[RankSpec]) -> None:
+        """Start the ranks of a round.
 
-        With `terminal`, local rank 0 has a terminal if the launcher has one. Progress bars need a terminal,
-        and only one rank may draw them.
+        Raises:
+            LaunchFailed: a process cannot be started; those before it are ended.
         """
-        self._count, self._environment = count, environment
-        self._terminal, self._wrap = terminal, wrap
-        self.start_again()
-
-    def start_again(self) -> None:
-        """Start the processes of the next round, unless spares wait already."""
-        if not self._spares_fit or any(spare.poll() is not None for spare in self._spares):
-            self._discard_spares()
-        self.ranks, self._spares = self._spares or self._start_all("torch.distributed"), []
-
-    def _start_all(self, preload: str) -> list[Rank]:
-        ranks: list[Rank] = []
-        for local_rank in range(self._count):
-            command: tuple[str, ...] = (
-                os.environ.get("PYTHON_EXEC", sys.executable),
-                "-u",
-                str(WORKER),
-            )
-            if self._wrap is not None:
-                command = self._wrap(local_rank, command)
+        for spec in specs:
             try:
-                rank = Rank(
-                    local_rank,
-                    command,
-                    environment={"PACELINE_PRELOAD": preload, **self._environment},
-                    consoles=self.consoles,
-                    pump=self.pump,
-                    changed=self._changed.set,
-                    prefix=f"[{local_rank}] ".encode() if self._count > 1 else b"",
-                    terminal=self._terminal and local_rank == 0,
-                )
+                rank = Rank(spec, consoles=self.consoles, pump=self.pump, changed=self._changed.set)
             except OSError as error:
-                self._discard(ranks)
+                self.discard()
                 raise LaunchFailed(
-                    f"process {local_rank + 1} of {self._count} cannot be started on this host.",
+                    f"process {spec.local_rank + 1} of {len(specs)} cannot be started on this host.",
                     why=f"{error.strerror}{f': {error.filename}' if error.filename else ''}.",
                     fix=_START_FIXES.get(error.errno or 0, "start fewer ranks on this host."),
                 ) from error
             self._tell_guard(f"+{rank.pid}\n")
-            ranks.append(rank)
-        return ranks
-
-    def keep_spares(self) -> None:
-        """Start the interpreters of the next restart, when the scripts have run for 3 s."""
-        if any(e["event"] == "variable" for rank in self.ranks for e in list(rank.events)):
-            # Spares are discarded before the restart: here it could wait for a reader of our output.
-            self._spares_fit = False
-        early = time.monotonic() - self._script_began < _SPARES_AFTER_S
-        if early or self._spares or not self._spares_fit:
-            return
-        try:
-            self._spares = self._start_all(f"torch.distributed,{COMPILER}")
-        except LaunchFailed:
-            self._script_began = math.inf  # no spares in this round: a restart starts its ranks
-
-    def _discard_spares(self) -> None:
-        spares, self._spares = self._spares, []
-        self._discard(spares)
-
-    def run(self, local_rank: int, rank: int, script: Mapping[str, Any]) -> None:
-        """Send a started process its global rank and its script."""
-        self.ranks[local_rank].rank = rank
-        self.ranks[local_rank].has_script = True
-        self.ranks[local_rank].send({"do": "run", **script})
-        self._script_began = time.monotonic()
+            self.ranks.append(rank)
 
     def wait_change(self, timeout_s: float) -> None:
         """Wait until a rank has sent an event or has ended."""
@@ -580,9 +518,9 @@ class LocalRanks:
         return ExitCode.PREEMPTED in codes and codes <= {ExitCode.OK, ExitCode.PREEMPTED}
 
     def forward_signal(self, number: int) -> None:
-        """Signal the ranks whose scripts have begun."""
+        """Signal the ranks."""
         for rank in self.ranks:
-            if rank.has_script and not rank.reported_error:
+            if not rank.reported_error:
                 rank.send_signal(number, stops=False)
 
     def stop(
@@ -595,9 +533,7 @@ class LocalRanks:
             may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
-            if not rank.has_script:
-                rank.kill()
-            elif not rank.reported_error:
+            if not rank.reported_error:
                 if not may_save:
                     rank.told_to_end_at = rank.told_to_end_at or time.time()
                     rank.send({"do": "ignore_preemption"})
@@ -638,11 +574,7 @@ class LocalRanks:
 
         `ranks` is empty afterwards.
         """
-        self._clean_up(self.ranks)
         ranks, self.ranks = self.ranks, []
-        return ranks
-
-    def _clean_up(self, ranks: Sequence[Rank]) -> None:
         stop_groups([rank.pid for rank in ranks])
         for rank in ranks:
             self._tell_guard(f"-{rank.pid}\n")
@@ -650,6 +582,7 @@ class LocalRanks:
         self._read_all_events(ranks)
         for rank in ranks:
             rank.close()
+        return ranks
 
     @property
     def _stalled_s(self) -> float:
@@ -657,20 +590,15 @@ class LocalRanks:
 
     def discard(self) -> None:
         """Kill the ranks, and clean up."""
-        self._discard(self.ranks)
-        self.ranks = []
-
-    def _discard(self, ranks: Sequence[Rank]) -> None:
-        for rank in ranks:
+        for rank in self.ranks:
             rank.kill()
         # A process that the kernel cannot end, as one that waits for a disk, is left to the kernel.
-        self._wait_done(ranks, _KILLED_S)
-        self._clean_up(ranks)
+        self._wait_done(self.ranks, _KILLED_S)
+        self.clean_up()
 
     def close(self) -> None:
         """Discard the ranks, and end the guard and the output thread."""
         self.discard()
-        self._discard_spares()
         self.pump.drain(stalled_s=self._stalled_s)
         self.pump.stop(timeout_s=_KILLED_S)
         assert self._guard.stdin is not None

@@ -17,7 +17,6 @@ import uuid
 from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -36,10 +35,11 @@ from paceline.exit_codes import ExitCode
 from paceline.job import slurm
 from paceline.job.network import is_loopback
 from paceline.launch.endpoint import Endpoint
-from paceline.launch.local_ranks import count_of, has_probe
-from paceline.launch.prescan import NPROC_ALIASES
+from paceline.launch.local_ranks import WORKER, count_of, has_probe
 from paceline.launch.rendezvous import C10D_PORT
 
+# What other launchers call --nproc-per-node.
+_NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes")
 _GRACE_S = 5.0
 _SAVE_GRACE_S = 30.0
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -73,22 +73,14 @@ class LaunchOptions:
         """Whether the ranks run a Python script."""
         return not self.args.no_python
 
-    def script_of(self, local_rank: int) -> dict[str, Any]:
-        """What this rank runs, in the form that worker.py takes."""
+    def command_of(self, local_rank: int) -> tuple[str, ...]:
+        """The command of a rank."""
         script = self.args.training_script
         words = macros.substitute([script, *self.args.training_script_args], str(local_rank))
         if not self.is_python:
-            return {"command": words}
-        return {"argv": words, "module" if self.args.module else "script": script}
-
-    @property
-    def command(self) -> list[str]:
-        """What torch's own agent runs for each rank, before it replaces ${local_rank}."""
-        script = [self.args.training_script, *self.args.training_script_args]
-        if not self.is_python:
-            return script
+            return tuple(words)
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
-        return [python, "-u", *(["-m"] if self.args.module else []), *script]
+        return (python, "-u", str(WORKER), *(["-m"] if self.args.module else []), *words)
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
@@ -97,12 +89,6 @@ class LaunchOptions:
         longest_s = float(os.environ.get(_SHUTDOWN_VARIABLE, _SAVE_GRACE_S))
         # After a failure nothing is saved, and a rank that hangs must not delay the restart.
         return longest_s if may_save else min(longest_s, _GRACE_S)
-
-    @property
-    def without_effect_in_torch(self) -> list[str]:
-        """The given options that have no effect if torch's own agent runs the ranks."""
-        shutdown = [] if self.args.shutdown_timeout is None else ["--shutdown-timeout"]
-        return [*_diagnosis_options(self.args), *shutdown]
 
     @property
     def shown_local_ranks(self) -> frozenset[int] | None:
@@ -190,7 +176,7 @@ def parser() -> CommandParser:
             argument.metavar, argument.help = "ARGUMENTS", "the script's own arguments"
             argument.required = False
     ours.add_argument(
-        *NPROC_ALIASES, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS, metavar="N"
+        *_NPROC_ALIASES, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS, metavar="N"
     )
     hosts = ours.add_argument_group("several hosts")
     hosts.add_argument(

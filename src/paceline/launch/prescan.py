@@ -1,8 +1,4 @@
-"""What is known before torch is imported: how many ranks to start, and whether there is a script.
-
-torch's own parser (options.py) reads the options later. If the number of ranks found here is wrong, the
-launcher starts the ranks again.
-"""
+"""Whether there is a script, and whether it is valid Python."""
 
 from __future__ import annotations
 
@@ -11,44 +7,13 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
 
 from paceline.command_line import nearest_file
 from paceline.errors import ConfigError
 
-# What other launchers call --nproc-per-node.
-NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes")
-
-# With these options and variables ranks are not started early: they change the start or the output of ranks.
-_NO_EARLY_START = (
-    *("-h", "--help", "--no-python", "--run-path", "--numa-binding"),
-    *("-r", "--redirects", "-t", "--tee", "--logs-specs", "--start-method"),
-)
-_NO_EARLY_START_VARIABLES = tuple(
-    f"PET_{name}" for name in ("NO_PYTHON", "RUN_PATH", "REDIRECTS", "TEE")
-)
-
 
 class ScriptError(Exception):
     """A script that is not valid Python; the text is what Python would print."""
-
-
-def early_count(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """How many ranks to start before torch reads the options; None if ranks must not be started yet."""
-    if not argv or any(name in environment for name in _NO_EARLY_START_VARIABLES):
-        return None
-    count = environment.get("PET_NPROC_PER_NODE", "1")
-    words = iter(argv)
-    for word in words:
-        if word.endswith(".py") or word in ("-m", "--module"):
-            break  # the script's own options follow
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name in _NO_EARLY_START:
-            return None
-        if name == "--nproc-per-node" or name in NPROC_ALIASES:
-            count = value if equals else next(words, "")
-    return int(count) if count.isascii() and count.isdigit() and int(count) > 0 else None
 
 
 def check_script(script: str, *, module: bool) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch.distributed import DistError
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -29,8 +28,8 @@ from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch import signals
-from paceline.launch.agent import Agent
-from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
+from paceline.launch.agent import Agent, Wrap
+from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.node_facts import facts_of_this_node
 from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
 from paceline.launch.options import LaunchOptions, read_options
@@ -50,7 +49,7 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     """Run a job on this node; returns the exit code.
 
     Args:
-        local_ranks: May hold ranks that were started early; they are started again if the options need it.
+        local_ranks: Starts the ranks.
 
     Raises:
         ConfigError: wrong options.
@@ -60,29 +59,14 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     Collective: one process of each node.
     """
     options = read_options(argv)
-    args, config = options.args, options.config
     if options.is_python:
-        check_script(args.training_script, module=args.module)
-    threads, threads_note = choose_threads(config.nproc_per_node)
-    wrap = _numa(config)
-    # Ranks that were started early have none of these settings.
-    needs_other_start = not options.is_python or options.uses_logs or wrap is not None
-    if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
-        local_ranks.discard()
-        environment = environment_of_ranks(threads)
-        if not options.is_python:
-            environment["PACELINE_PRELOAD"] = "0"
-        local_ranks.start(
-            config.nproc_per_node,
-            environment,
-            terminal=not options.uses_logs,
-            wrap=wrap,
-        )
-    return _run(options, local_ranks, threads_note)
+        check_script(options.args.training_script, module=options.args.module)
+    return _run(options, local_ranks)
 
 
-def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> int:
+def _run(options: LaunchOptions, local_ranks: LocalRanks) -> int:
     config = options.config
+    wrap = _numa(config)
 
     def stuck(number: int) -> None:
         # The main thread waits in native code of torch, possibly for minutes, and cannot handle the signal.
@@ -117,9 +101,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads_note: str) -> 
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
         spec = _spec(options, rendezvous)
-        if not torch_private.has_all(torch_private.AGENT_OF_TORCH):
-            return _run_agent_of_torch(spec, options, local_ranks, received_signals)
-        agent = Agent(spec, options, local_ranks, received_signals, threads_note)
+        agent = Agent(spec, options, local_ranks, received_signals, wrap)
         return _run_agent(agent, options, local_ranks, rendezvous)
 
 
@@ -157,37 +139,6 @@ def _run_agent(
     finally:
         if not stay_open:
             rendezvous.shutdown()
-
-
-def _run_agent_of_torch(
-    spec: WorkerSpec,
-    options: LaunchOptions,
-    local_ranks: LocalRanks,
-    received: signals.ReceivedSignals,
-) -> int:
-    """Run the job as torchrun does, because this torch lacks a name that `Agent` needs."""
-    local_ranks.discard()
-    for name in options.without_effect_in_torch:
-        local_ranks.say(f"{name} has no effect: torch's own agent runs the ranks")
-    logs = options.config.logs_specs
-    assert logs is not None
-    agent = LocalElasticAgent(
-        spec, logs, log_line_prefix_template=options.config.log_line_prefix_template
-    )
-    try:
-        with received.interruptible():
-            result = agent.run()
-    except SignalException as error:
-        return 128 + error.sigval
-    except (RendezvousError, DistError) as error:
-        return _rendezvous_failed(local_ranks, options, error)
-    finally:
-        spec.rdzv_handler.shutdown()
-    if result is None or not result.is_failed():
-        return ExitCode.OK
-    first = min(result.failures.values(), key=lambda failure: failure.timestamp, default=None)
-    code = 1 if first is None else first.exitcode
-    return code if code > 0 else 128 - code
 
 
 def _preempted(local_ranks: LocalRanks) -> int:
@@ -270,13 +221,11 @@ def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOption
 
 def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     config = options.config
-    entrypoint, *arguments = options.command
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         rdzv_handler=rendezvous,
-        entrypoint=entrypoint,
-        args=tuple(arguments),
+        entrypoint=options.args.training_script,  # our agent takes the command from the options
         max_restarts=config.max_restarts,
         monitor_interval=_LOOP_S,
         local_addr=config.local_addr,

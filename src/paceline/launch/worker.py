@@ -1,8 +1,11 @@
-"""The first code of a rank: imports torch, waits for the launcher's request, and runs the script.
+"""The first code of a rank: connects to the launcher, and runs the script.
+
+    python worker.py SCRIPT [ARGUMENTS]
+    python worker.py -m MODULE [ARGUMENTS]
 
 It runs scripts as `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
-`sys.path`. It is started by file name and itself needs only the standard library. It imports torch while the
-launcher imports torch too. paceline is imported only if the script imports it.
+`sys.path`. It is started by file name and needs only the standard library: torch and paceline are imported
+only if the script imports them.
 
 No file in this folder may have the name of a module of the standard library.
 """
@@ -17,11 +20,11 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib.abc
 import importlib.machinery
 import io
 import json
 import os
-import queue
 import runpy
 import signal
 import socket
@@ -64,7 +67,6 @@ _stacks = _load("watch", "stacks")
 _crash_facts = _load("watch", "crash")
 _load("watch", "flight_recorder")
 _probe = _load("watch", "probe")
-_variables = _load("launch", "variables")
 
 
 class Control:
@@ -81,10 +83,8 @@ class Control:
         self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
-        # The script to run; None if the launcher ended before it sent one.
-        self.scripts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # Handlers of the launcher's requests, by the value of "do"; called in the listening thread.
-        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.scripts.put}
+        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {}
         if probe is not None:
             for word in probe.REQUESTS:
                 self.handlers[word] = lambda request: probe.answer(request, self.send)
@@ -128,7 +128,6 @@ class Control:
             except OSError:
                 return  # closed by the script at this moment
             if not data:
-                self.scripts.put(None)
                 return  # the launcher has ended; its guard (guard.py) kills this rank and its children
             *lines, received = (received + data).split(b"\n")
             for line in lines:
@@ -157,37 +156,57 @@ def main() -> NoReturn:
         del sys.path[0]
     # Registered before the functions of torch and the script, so it runs after them.
     atexit.register(_finish)
-    if (preload := os.environ.pop("PACELINE_PRELOAD", "torch.distributed")) != "0":
-        _preload(preload.split(","))
-    script = control.scripts.get()
-    if script is None:
-        os._exit(1)
-    os.environ.update(script["env"])
-    if "command" in script:
-        _exec(script["command"])
-    if "torch" in sys.modules:
-        _variables.watch_rank(control.send)
-        _watch_saves()
-        if probe is not None:
-            probe.count_optimizer_steps()
+    after_import: dict[str, Callable[[Any], None]] = {"concurrent.futures.thread": _watch_saves}
+    if probe is not None:
+        after_import["torch.optim.optimizer"] = probe.count_optimizer_steps
+    _AfterImport.install(after_import)
     _watch_printed_errors()
     # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    sys.orig_argv = _orig_argv(script)
-    sys.argv = script["argv"]
+    # The command line that an interpreter for this script would have; some scripts start again with it.
+    sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index(sys.argv[0])], *sys.argv[1:]]
+    module = sys.argv[2] if sys.argv[1] == "-m" else None
+    sys.argv = sys.argv[2:] if module else sys.argv[1:]
     # Of `paceline verify` and `paceline profile`: a module that prepares this process for the script.
     if harness := os.environ.pop("PACELINE_BEFORE", ""):
         importlib.import_module(harness).install(control)
-    _status = _run(script, control)
+    _status = _run(module, control)
     sys.exit(_status)
 
 
-def _orig_argv(script: dict[str, Any]) -> list[str]:
-    """The command line that an interpreter for this script would have; some scripts start again with it."""
-    interpreter = sys.orig_argv[: sys.orig_argv.index(sys.argv[0])]  # with its options
-    target = ["-m", script["module"]] if script.get("module") else [script["script"]]
-    return [*interpreter, *target, *script["argv"][1:]]
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when the module has been imported.
+
+    It ends up in front of `sys.meta_path`, and finds modules as the interpreter does.
+    """
+
+    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
+        self._functions = functions
+
+    @classmethod
+    def install(cls, functions: dict[str, Callable[[Any], None]]) -> None:
+        """Call each function, by the name of its module; at once, if the module is loaded already."""
+        for name in [name for name in functions if name in sys.modules]:
+            functions.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, cls(functions))
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """See importlib."""
+        function = self._functions.pop(name, None)
+        if function is None:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: types.ModuleType) -> None:
+                execute(module)
+                function(module)
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
 
 
 def _ignore_preemption() -> None:
@@ -196,30 +215,7 @@ def _ignore_preemption() -> None:
         preemption.notice.end()
 
 
-def _preload(modules: list[str]) -> None:
-    # Most of a rank's start is this import. If it fails, the script's own import fails too and reports it.
-    # The garbage collector would scan the growing heap a hundred times and find nothing, so it is off during
-    # the import, and gc.freeze() excludes these objects later.
-    gc.disable()
-    with contextlib.suppress(ImportError, OSError):
-        for module in modules:
-            importlib.import_module(module)
-    gc.freeze()
-    gc.enable()
-
-
-def _exec(command: list[str]) -> NoReturn:
-    # Python ignores these, and a program would inherit that.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        os._exit(127)
-
-
-def _run(script: dict[str, Any], control: Control) -> int:
+def _run(module: str | None, control: Control) -> int:
     global _interrupted
     hook = sys.excepthook
     # This reference keeps the module alive: the functions of this file need its globals.
@@ -228,13 +224,13 @@ def _run(script: dict[str, Any], control: Control) -> int:
     sys.modules["paceline.launch.worker"] = bootstrap
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        if script.get("module"):
+        if module:
             if not sys.flags.safe_path:
                 sys.path.insert(0, os.getcwd())
             # `python -m` calls this too. run_module() would restore our __main__ before atexit functions run.
-            runpy._run_module_as_main(script["module"])  # type: ignore[attr-defined]
+            runpy._run_module_as_main(module)  # type: ignore[attr-defined]
         else:
-            _run_path(script["script"])
+            _run_path(sys.argv[0])
     except SystemExit as error:
         return _exit_code(error, control)
     except KeyboardInterrupt as error:
@@ -329,11 +325,9 @@ class _Save:
     was_read: bool = False
 
 
-def _watch_saves() -> None:
+def _watch_saves(futures: Any) -> None:
     """Watch saves whose error is only in a future, which the script need not read."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    submit: Any = ThreadPoolExecutor.submit
+    submit: Any = futures.ThreadPoolExecutor.submit
 
     @functools.wraps(submit)
     def call(executor: Any, function: Any, /, *args: Any, **options: Any) -> Any:
@@ -342,7 +336,7 @@ def _watch_saves() -> None:
             _watch_save(future, _Save(_stacks.place_of_frame(sys._getframe(1))))
         return future
 
-    ThreadPoolExecutor.submit = call  # type: ignore[method-assign]
+    futures.ThreadPoolExecutor.submit = call
     os.register_at_fork(after_in_child=_failed_saves.clear)
 
 
@@ -449,7 +443,7 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
 
 
 def _flush_files() -> None:
-    # The standard streams are older than gc.freeze(), so gc.get_objects() does not list them.
+    # The standard streams may be older than a gc.freeze(), after which gc.get_objects() does not list them.
     for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with contextlib.suppress(OSError, ValueError):

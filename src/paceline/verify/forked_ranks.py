@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
@@ -28,7 +27,7 @@ from typing import NoReturn
 import torch
 
 from paceline.exit_codes import ExitCode
-from paceline.job.store_server import serve_here
+from paceline.job.store_server import LOOPBACK, listen, store_on
 from paceline.launch.local_ranks import WORKER, choose_threads, environment_of_ranks, stop_groups
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
@@ -70,30 +69,28 @@ class ForkedRanks:
         ours: list[socket.socket] = []
         self.pids: list[int] = []
         parent = os.getpid()
-        for _ in range(count):
+        listener = listen(LOOPBACK, 0)
+        port = listener.getsockname()[1]
+        for rank in range(count):
             end, theirs = socket.socketpair()
             ours.append(end)
             pid = os.fork()
             if pid == 0:
-                for each in ours:
+                for each in (*ours, listener):
                     each.close()
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:
                     os._exit(ExitCode.FAILED)  # it was killed before this call
-                _become_rank(theirs.detach(), environ, output)
+                _become_rank(
+                    script, theirs.detach(), environ | _variables(rank, count, port), output
+                )
             theirs.close()
             self.pids.append(pid)
         self._running = list(self.pids)
         # After the fork, because its thread would not survive it.
-        self._store = serve_here(timedelta(minutes=30))
-        is_module = script[0] == "-m"
-        argv = list(script[is_module:])
-        request: dict[str, object] = {"do": "run", "argv": argv}
-        request["module" if is_module else "script"] = argv[0]
-        for rank, end in enumerate(ours):
-            request["env"] = _variables(rank, count, self._store.port)
-            with contextlib.suppress(BrokenPipeError), end:
-                end.sendall(json.dumps(request).encode() + b"\n")
+        self._store = store_on(listener, timedelta(minutes=30))
+        for each in ours:
+            each.close()  # a rank without a launcher prints its errors itself
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all ranks have ended; False if some run still. If a rank fails, the others are ended."""
@@ -146,7 +143,9 @@ def _variables(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _become_rank(control: int, environ: Mapping[str, str], output: Path) -> NoReturn:
+def _become_rank(
+    script: Sequence[str], control: int, environ: Mapping[str, str], output: Path
+) -> NoReturn:
     """Run `launch/worker.py` in this fork, as an interpreter would."""
     from paceline.launch import worker
 
@@ -161,7 +160,7 @@ def _become_rank(control: int, environ: Mapping[str, str], output: Path) -> NoRe
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else usable_cores())
     sys.modules["__main__"] = worker
-    sys.argv = [str(WORKER)]
+    sys.argv = [str(WORKER), *script]
     sys.orig_argv = [sys.executable, *sys.argv]
     code: object = ExitCode.FAILED
     try:

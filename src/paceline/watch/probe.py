@@ -66,13 +66,13 @@ class Probe:
         # The launcher has the file open under the same number, so it can be opened again.
         self._start(fd, f"/proc/{os.getppid()}/fd/{fd}")
 
-    def count_optimizer_steps(self) -> None:
-        """Count the calls of optimizer.step(), of all optimizers together. torch must be loaded."""
+    def count_optimizer_steps(self, module: Any) -> None:
+        """Count the calls of optimizer.step(), of all optimizers together; takes `torch.optim.optimizer`."""
 
         def count(*_: Any) -> None:
             self.optimizer_steps += 1
 
-        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(count)
+        module.register_optimizer_step_post_hook(count)
 
     def _start(self, fd: int, path: str = "") -> None:
         os.set_inheritable(fd, False)
