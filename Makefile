@@ -52,6 +52,7 @@ check: $(STAMP)
 docs: $(STAMP)
 	@rm -rf build/site && mkdir -p build/help
 	@for command in $(COMMANDS); do COLUMNS=92 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
+	@$(BIN)/paceline explain --all > build/help/messages.md
 	$(BIN)/zensical build --strict --clean
 
 # Two at a time, a file in one process: a test waits for its processes about a third of the time.

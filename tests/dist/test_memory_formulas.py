@@ -1,4 +1,4 @@
-"""The formulas of docs/howto/layouts.md give the bytes that each rank holds."""
+"""The formulas of docs/howto/models.md give the bytes that each rank holds."""
 
 from __future__ import annotations
 

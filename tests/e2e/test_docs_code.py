@@ -95,7 +95,7 @@ generator_loss = critic(generator(real)).mean()"""
 
 # By page: its Python blocks in order. The blocks of a page share their names.
 ONE_PROCESS: dict[str, list[Run | NotRun]] = {
-    "concepts/checkpoints.md": [
+    "howto/checkpoints.md": [
         Run(
             PARTS
             + "ema, is_best = torch.optim.swa_utils.AveragedModel(model), True\n# block\n"
@@ -114,10 +114,6 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             + "# block\nfor step in training.steps(epochs=1):\n    "
             + STEP.replace("\n", "\n    ")
         )
-    ],
-    "howto/cloud_storage.md": [
-        NotRun("needs a storage server: tests/dist/test_cloud_storage.py starts one"),
-        NotRun("needs a storage server: tests/dist/test_cloud_storage.py starts one"),
     ],
     "howto/data.md": [
         Run("# block\n    assert batches.steps_per_epoch == 1"),
@@ -148,7 +144,11 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             "assert list(Files().shard(1, 2)) == ['B', 'D']"
         ),
     ],
-    "howto/evaluate.md": [Run(PARTS + "# block\nassert result.num_samples == 64")],
+    "howto/evaluate.md": [
+        Run(PARTS + "# block\nassert result.num_samples == 64"),
+        Run("# block\nassert 0 <= validate(job, model, DataLoader(test, batch_size=8)) <= 1"),
+    ],
+    "howto/losses.md": [Run(PARTS + "# block")],
     "howto/join.md": [
         Run(),
         Run("def train(job): return job.rank\nranks = \\\n# block\nassert ranks == [0, 1]"),
@@ -275,8 +275,7 @@ TWO_RANKS: dict[str, list[Run | NotRun]] = {
             new="(job, copy.deepcopy(net),",
         ),
     ],
-    "howto/pipeline.md": [Run()],
-    "howto/tensor.md": [Run("# block\n    model(x)")],
+    "howto/tensor.md": [Run("# block\n    model(x)"), Run()],
 }
 
 

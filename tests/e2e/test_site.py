@@ -48,15 +48,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
     helps = copy / "build" / "help"
     helps.mkdir(parents=True)
-    for command in COMMANDS:
+    texts = {f"{command}.txt": (command, "--help") for command in COMMANDS}
+    for file, words in (texts | {"messages.md": ("explain", "--all")}).items():
         done = subprocess.run(
-            [sys.executable, "-m", "paceline", command, "--help"],
+            [sys.executable, "-m", "paceline", *words],
             env=os.environ | {"COLUMNS": "92"},
             capture_output=True,
             text=True,
             check=True,
         )
-        (helps / f"{command}.txt").write_text(done.stdout)
+        (helps / file).write_text(done.stdout)
     zensical = Path(sys.executable).with_name("zensical")
     built = subprocess.run(
         [str(zensical), "build", "--strict", "--clean"],

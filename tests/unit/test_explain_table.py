@@ -349,11 +349,3 @@ def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert explain.main([str(tmp_path / "none")]) == 2
     assert explain.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("cannot be read") == 2
-
-
-def test_the_page_is_made_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["--all"]) == 0
-    page = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
-    assert page.read_text() == capsys.readouterr().out, (
-        "paceline explain --all > docs/reference/messages.md"
-    )

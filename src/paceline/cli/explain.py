@@ -122,7 +122,7 @@ def _as_json(name: str, reading: Reading, code: int) -> str:
 
 
 def _markdown() -> str:
-    """docs/reference/messages.md."""
+    """The page of known messages, which `make docs` puts into the site."""
     parts = [
         "# Troubleshooting\n\n`paceline explain --all` generates this page from the table that "
         "`paceline explain LOG` and\n`paceline run` use. `*` is any text.\n"
