@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
     from paceline.data.batches import Batches as Batches
-    from paceline.errors import CallbackError as CallbackError
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import CollectiveTimeout as CollectiveTimeout
     from paceline.errors import ConfigError as ConfigError
@@ -62,12 +61,7 @@ if TYPE_CHECKING:
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
     from paceline.training.callbacks import Callback as Callback
     from paceline.training.callbacks import EarlyStopping as EarlyStopping
-    from paceline.training.callbacks import EpochEnd as EpochEnd
-    from paceline.training.callbacks import EvaluationEnd as EvaluationEnd
-    from paceline.training.callbacks import FitEnd as FitEnd
-    from paceline.training.callbacks import FitStart as FitStart
     from paceline.training.callbacks import LearningRateMonitor as LearningRateMonitor
-    from paceline.training.callbacks import StepEnd as StepEnd
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.evaluation import parts as parts
@@ -86,7 +80,6 @@ _HOMES = {
     "Batches": "paceline.data.batches",
     "BestCheckpoint": "paceline.training.callbacks",
     "Callback": "paceline.training.callbacks",
-    "CallbackError": "paceline.errors",
     "CheckpointError": "paceline.errors",
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
@@ -99,14 +92,10 @@ _HOMES = {
     "ddp": "paceline.parallel.ddp",
     "Desync": "paceline.errors",
     "EarlyStopping": "paceline.training.callbacks",
-    "EpochEnd": "paceline.training.callbacks",
     "evaluate": "paceline.training.evaluation",
     "Evaluation": "paceline.training.evaluation",
-    "EvaluationEnd": "paceline.training.callbacks",
     "EvaluationError": "paceline.errors",
     "Fit": "paceline.training.trainer",
-    "FitEnd": "paceline.training.callbacks",
-    "FitStart": "paceline.training.callbacks",
     "fsdp": "paceline.parallel.fsdp",
     "gather": "paceline.job.collectives",
     "GradientError": "paceline.errors",
@@ -138,7 +127,6 @@ _HOMES = {
     "ServerClient": "paceline.parameter_server.client",
     "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
-    "StepEnd": "paceline.training.callbacks",
     "StepError": "paceline.errors",
     "StepLoss": "paceline.metrics.step_loss",
     "sum_over_ranks": "paceline.job.collectives",

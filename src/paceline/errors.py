@@ -9,7 +9,6 @@
     |-- StepError                    the training loop is used wrongly (a forgotten backward, a break)
     |   |-- LossError                the loss is not a scalar sum
     |   `-- CountError               counts that are negative, wrong, or sum to 0
-    |-- CallbackError                a callback of `Trainer` raised
     |-- NonFinite                    NaN or infinity in a loss or gradient
     |-- GradientError                parameters that would not be trained, or not equally
     |-- EvaluationError              a validation that did not see each sample once
@@ -127,12 +126,6 @@ class LossError(StepError):
 
 class CountError(StepError):
     """A count that is negative, does not fit the micro-batch, or a step whose counts sum to 0."""
-
-
-class CallbackError(PacelineError):
-    """A callback of `Trainer` raised (`callback`, `method`); its error is the cause."""
-
-    attributes = ("callback", "method")
 
 
 class NonFinite(PacelineError):

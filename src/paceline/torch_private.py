@@ -184,12 +184,6 @@ NAMES = (
         of_objects=True,
     ),
     PrivateName(
-        "torch.autograd.graph.Node._saved_other",
-        why="nothing else in a loss tells by what its last operation divided",
-        without="a mean that is divided by the number of ranks is not reported",
-        of_objects=True,
-    ),
-    PrivateName(
         "torch.autograd.graph.Node._saved_total_weight",
         why="nothing else tells by what the mean of `cross_entropy` was divided",
         without="a mean over another number than the count is not refused",
@@ -198,19 +192,13 @@ NAMES = (
     PrivateName(
         "torch.autograd.graph.Node._saved_target",
         why="nothing else tells how many targets each sample of a mean over tokens has",
-        without="a mean over the tokens of samples of one length needs count='tokens'",
+        without="`paceline verify` does not judge a mean over targets",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_ignore_index",
         why="nothing else tells which targets `cross_entropy` ignored",
-        without="a mean over the tokens of samples of one length needs count='tokens'",
-        of_objects=True,
-    ),
-    PrivateName(
-        "torch.optim.lr_scheduler.ChainedScheduler._schedulers",
-        why="it counts no steps itself, and its parts, which do, are nowhere else",
-        without="a leftover `scheduler.step()` of a ChainedScheduler is not noticed",
+        without="`paceline verify` does not judge a mean over targets",
         of_objects=True,
     ),
     PrivateName(

@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigError, Desync
 from paceline.testing import run_failing_ranks, run_ranks
-from paceline.training.desync import _sum, interval
+from paceline.training.desync import _sum
 
 
 def _training(job: Any, **options: Any) -> Any:
@@ -96,7 +96,6 @@ def test_a_comparison_before_a_later_state_was_loaded_is_not_mentioned() -> None
 
 def _drift_before_a_save(job: Any, folder: str) -> None:
     keep = paceline.Checkpoints(folder, every_steps=2)
-    # No comparison is due at an interval in these steps.
     training = _training(job, checkpoints=keep, desync_every=100)
     _train(job, training, 2)  # whose save is waited for
     _train(job, training, 6, {"step": 3, "ranks": [1], "what": "weight"})
@@ -122,7 +121,6 @@ def _sound(job: Any) -> list[tuple[int, int]]:
     for options, tamper in cases:
         replicas = _train(job, _training(job, **options), 12, tamper)._replica_check
         found.append((replicas._equal_step, replicas._due))
-    # If 0 were taken for None, the first comparison would be due in step 10.
     off = _training(job, desync_every=0)
     _train(job, off, 12, {"step": 10, "ranks": [1], "what": "weight"})
     assert off.number == 12
@@ -134,8 +132,7 @@ def test_equal_replicas_and_what_was_not_requested_pass(nproc: int) -> None:
     ranks = run_ranks(_sound, nproc=nproc)
     assert ranks == [ranks[0]] * nproc
     assert ranks[0][:3] == [(12, 13)] * 3
-    assert ranks[0][3][0] == 10  # the first comparison measures the cost
-    assert ranks[0][3][1] >= 20
+    assert ranks[0][3] == (10, 30)  # then after 20 more steps, 40, ..., 1000
 
 
 def _sharded(job: Any) -> None:
@@ -163,28 +160,6 @@ def test_parts_of_sharded_tensors_are_compared_between_replicas() -> None:
         assert kind == "Desync"
         assert "ranks hold different values of 0.weight: replicas have drifted apart" in text
         assert "all were equal after step 2" in text
-
-
-def _due_after_an_early_save(job: Any, folder: str) -> int:
-    training = _training(job, checkpoints=paceline.Checkpoints(folder))
-    for step in training.steps(until=2):
-        backwards(training, step)
-        step.update()
-        if step.number == 1:
-            training.save()
-        else:
-            due: int = training._replica_check._due
-    return due
-
-
-def test_a_save_in_the_first_step_does_not_put_off_the_next_comparison(tmp_path: Path) -> None:
-    assert run_ranks(_due_after_an_early_save, str(tmp_path), nproc=2) == [11, 11]
-
-
-def test_the_interval_limits_the_share_of_time() -> None:
-    assert interval(1_000_000, 1_000_000) == 200  # 0.5 % of the time
-    assert interval(1_000, 1_000_000) == 10
-    assert interval(1_000, 0) == 200_000
 
 
 def test_settings_are_checked() -> None:

@@ -40,16 +40,16 @@ class _Events(paceline.Callback):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def on_fit_start(self, event: paceline.FitStart) -> None:
-        self.seen.append(f"start of {event.epochs}")
+    def on_fit_start(self, training: paceline.Training) -> None:
+        self.seen.append("start")
 
-    def on_epoch_end(self, event: paceline.EpochEnd) -> None:
-        self.seen.append(f"epoch {event.step.epoch}")
+    def on_epoch_end(self, training: paceline.Training, step: paceline.Step) -> None:
+        self.seen.append(f"epoch {step.epoch}")
 
-    def on_evaluation_end(self, event: paceline.EvaluationEnd) -> None:
-        self.seen.append(f"evaluation of {event.evaluation.num_samples}")
+    def on_evaluation_end(self, training: Any, step: Any, evaluation: Any) -> None:
+        self.seen.append(f"evaluation of {evaluation.num_samples}")
 
-    def on_fit_end(self, event: paceline.FitEnd) -> None:
+    def on_fit_end(self, training: Any, evaluation: Any) -> None:
         self.seen.append("end")
 
 
@@ -64,9 +64,10 @@ def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
         global_batch=8,
         validation=paceline.Validation(dataset=make_data(26), score=_score, micro_batch=5),
         schedule=_decay,
+        micro_batch=3,
         callbacks=[events],
     )
-    result = trainer.fit(3, micro_batch=3, clip_norm=1.0, folder=folder)
+    result = trainer.fit(3, clip_norm=1.0, folder=folder)
     assert result.steps == 12
     assert result.epochs == 3
     return weights_of(result.model), result.evaluation.loss, events.seen
@@ -96,8 +97,8 @@ def _bucket_sizes(job: Any) -> list[int]:
     seen: list[int] = []
 
     class Note(paceline.Callback):
-        def on_step_end(self, event: paceline.StepEnd) -> None:
-            model: Any = event.training.models[0]
+        def on_step_end(self, training: paceline.Training, step: paceline.Step) -> None:
+            model: Any = training.models[0]
             seen.append(len(model.reducer._get_zeros_like_grad_buckets()))
 
     data = TensorDataset(torch.ones(12, 512), torch.ones(12, 512))
@@ -119,7 +120,7 @@ def test_the_trainer_is_bit_equal_to_the_loop(nproc: int, tmp_path: Path) -> Non
     for by_loop, (weights, loss, events) in run_ranks(_both, str(tmp_path), nproc=nproc):
         assert (weights, loss) == by_loop
         epochs = [text for i in range(3) for text in (f"epoch {i}", "evaluation of 26")]
-        assert events == ["start of 3", *epochs, "end"]
+        assert events == ["start", *epochs, "end"]
     assert (tmp_path / "model.pth").exists()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 12
 
@@ -136,9 +137,10 @@ def _tokens(job: Any) -> list[float]:
         _adam,
         make_data(26, torch.float64),
         global_batch=13,  # divides 26, so that no step is small enough to hold no token
+        micro_batch=1,
     )
     torch.manual_seed(11)
-    return weights_of(trainer.fit(2, micro_batch=1).model)
+    return weights_of(trainer.fit(2).model)
 
 
 def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
@@ -177,8 +179,8 @@ def _with_batchnorm(job: Any, with_trainer: bool, batch_size: int) -> list[float
     if with_trainer:
 
         class Losses(paceline.Callback):
-            def on_step_end(self, event: paceline.StepEnd) -> None:
-                losses.append(float(event.step.loss))
+            def on_step_end(self, training: paceline.Training, step: paceline.Step) -> None:
+                losses.append(float(step.loss))
 
         trainer = paceline.Trainer(
             net, F.cross_entropy, _adam, loader, global_batch=12, callbacks=[Losses()]
@@ -258,9 +260,9 @@ def _batchnorm(job: Any) -> list[float]:
 
 def _stop(job: Any) -> int:
     class Enough(paceline.Callback):
-        def on_evaluation_end(self, event: paceline.EvaluationEnd) -> None:
-            if event.step.epoch == 1:
-                event.step.stop()
+        def on_evaluation_end(self, training: Any, step: Any, evaluation: Any) -> None:
+            if step.epoch == 1:
+                step.stop()
 
     trainer = paceline.Trainer(
         _net,
@@ -285,7 +287,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
     "callback": {"callbacks": [print]},
     "resume without a folder": {"resume": "must"},
-    "metric without a schedule": {"schedule_metric": "loss"},
     "schedule without a metric": {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
 }
 
@@ -330,9 +331,10 @@ def _with_strategies(job: Any, strategies: list[Any]) -> list[tuple[list[float],
             global_batch=4,
             validation=paceline.Validation(dataset=make_tokens(5), micro_batch=2),
             strategy=strategy,
+            micro_batch=1,
             callbacks=[events := Losses()],
         )
-        result = trainer.fit(2, micro_batch=1, clip_norm=1.0)
+        result = trainer.fit(2, clip_norm=1.0)
         found.append((events.seen, result.evaluation.loss))
     return found
 
@@ -345,8 +347,8 @@ class Losses(paceline.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_step_end(self, event: paceline.StepEnd) -> None:
-        self.seen.append(float(event.step.loss))
+    def on_step_end(self, training: paceline.Training, step: paceline.Step) -> None:
+        self.seen.append(float(step.loss))
 
 
 @pytest.mark.ci

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainings import Recording, backwards, loss_sum, make_data, refusals, weights_of
+from small_trainings import Recording, backwards, loss_sum, make_data, refusals
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -231,104 +231,6 @@ def _plateaus(job: Any, folder: str) -> list[str]:
 def test_a_metric_may_come_in_another_run_of_the_training(tmp_path: Path) -> None:
     (found,) = run_ranks(_plateaus, str(tmp_path), nproc=1)
     assert found == ["preempted", "ended", "ended", "ended"]
-
-
-def _gan(job: Any, folder: str, until: int, reproducible: bool, count: str) -> dict[str, Any]:
-    """A critic that takes 5 steps for each step of the generator, which is the first optimizer."""
-    torch.manual_seed(1)
-    generator = paceline.ddp(job, nn.Linear(2, 4))
-    critic = paceline.ddp(job, nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
-    optimizers = [torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())]
-    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
-    training = paceline.Training(
-        job,
-        [generator, critic],
-        optimizers,
-        batches,
-        schedule=[lambda step: 0.5**step, None],
-        count=count,
-        checkpoints=paceline.Checkpoints(folder, every_steps=2),
-        reproducible=reproducible,
-    )
-    losses = []
-    for step in training.steps(until=until):
-        trains_generator = step.number % 5 == 0
-        if not trains_generator:
-            step.skip(optimizers[0])
-        for x, _ in step:
-            if trains_generator:
-                fake = critic(generator(x[:, :2]))
-                step.backward(-fake.sum(), count=len(x), optimizer=optimizers[0], reduction="sum")
-            value = critic(generator(x[:, :2]).detach()) - critic(x)
-            step.backward(
-                value.tanh().sum(), count=len(x), optimizer=optimizers[1], reduction="sum"
-            )
-        for optimizer in optimizers:
-            if trains_generator or optimizer is optimizers[1]:
-                step.update(optimizer)
-        losses.append(float(step.loss))
-    rate = optimizers[0].param_groups[0]["lr"]
-    return {"weights": weights_of(generator, critic), "rate": rate, "losses": losses}
-
-
-GANS = [(True, "samples"), (True, "tokens"), (False, "samples"), (False, "tokens")]
-
-
-def _gans(job: Any, folder: str) -> list[dict[str, Any]]:
-    """The end of a run that was resumed after step 3, for each entry of `GANS`."""
-    results = []
-    for number, (reproducible, count) in enumerate(GANS):
-        _gan(job, f"{folder}/{number}", 3, reproducible, count)
-        results.append(_gan(job, f"{folder}/{number}", 11, reproducible, count))
-    return results
-
-
-@pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_an_optimizer_is_skipped_in_some_steps(tmp_path: Path, nproc: int) -> None:
-    want = run_ranks(_gans, str(tmp_path / "1"), nproc=1)[0]
-    for got in run_ranks(_gans, str(tmp_path / str(nproc)), nproc=nproc):
-        for (reproducible, _), own, alone in zip(GANS, got, want, strict=True):
-            assert own["rate"] == pytest.approx(1e-3 / 4)  # updated in the steps 5 and 10
-            if reproducible:
-                assert own == alone
-            else:
-                assert own["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
-                assert own["losses"] == pytest.approx(alone["losses"], rel=1e-4)
-
-
-def _wrong_skip(job: Any, kind: str) -> None:
-    models = [paceline.ddp(job, nn.Linear(4, 1)) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
-    training = paceline.Training(job, models, optimizers, batches)
-    for step in training.steps(until=1):
-        if kind != "late":
-            step.skip(optimizers[0])
-        if kind == "all":
-            step.skip(optimizers[1])
-        for x, _ in step:
-            if kind == "late":
-                step.skip(optimizers[0])
-            step.backward(
-                models[1](x).sum(),
-                count=len(x),
-                optimizer=optimizers[kind != "backward"],
-                reduction="sum",
-            )
-        step.update(optimizers[0])
-
-
-def _wrong_skips(job: Any) -> dict[str, Any]:
-    return refusals(job, _wrong_skip, ["late", "all", "backward", "update"])
-
-
-def test_wrong_uses_of_skip_are_refused() -> None:
-    for found in run_ranks(_wrong_skips, nproc=2):
-        assert {name for name, _ in found.values()} == {"StepError"}
-        assert "after the first micro-batch" in found["late"][1]
-        assert "without an optimizer" in found["all"][1]
-        assert "`step.backward` was called for an optimizer" in found["backward"][1]
-        assert "`step.update` was called for an optimizer" in found["update"][1]
 
 
 def _overflow(job: Any) -> list[float]:

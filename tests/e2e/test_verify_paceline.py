@@ -90,7 +90,7 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     [
         ("epochs=9, until=21", "", True),
         ("epochs=4", "", False),
-        ("epochs=9", "if step.number == 20: step.stop(now=True)", False),
+        ("epochs=9", "if step.number == 20: step.stop()", False),
     ],
 )
 def test_a_script_that_trains_on_is_named(

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean or a sum over the samples, as its last operations show."""
+"""Whether a loss is a mean or a sum over the samples, as its last operation shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline import log
 from paceline.errors import LossError
 from paceline.parallel.loss_graph import discard_gradients
 from paceline.training.weight import (
@@ -17,7 +16,6 @@ from paceline.training.weight import (
     check_loss,
     has_no_gradient,
     reported_count,
-    warn_divided_mean,
 )
 
 COUNT = 8
@@ -34,13 +32,7 @@ LOSSES: dict[str, Any] = {
     "sum divided by the count": lambda: (OUT**2).sum() / COUNT,
     "mean of squares": lambda: (OUT**2).mean(),
     "mean of means": lambda: (OUT**2).mean(1).mean(),
-    "mean and a summed penalty": lambda: (
-        F.cross_entropy(OUT, TARGETS) + F.l1_loss(WEIGHTS, 0 * WEIGHTS.detach(), reduction="sum")
-    ),
     "sum": lambda: F.cross_entropy(OUT, TARGETS, reduction="sum"),
-    "sum and penalties": lambda: (
-        F.cross_entropy(OUT, TARGETS, reduction="sum") + WEIGHTS.pow(2).mean() + 0.1 * WEIGHTS.sum()
-    ),
     "sum of squares": lambda: F.mse_loss(OUT, OUT.detach() + 1, reduction="sum"),
     "sum of losses": lambda: F.cross_entropy(OUT, TARGETS, reduction="none").sum(),
     "sum of rows": lambda: (OUT**2).mean(1).sum(0),
@@ -66,28 +58,10 @@ def test_a_mean_that_a_sum_has_computed_is_said() -> None:
     check_loss(tasks, 4, "mean", str)
 
 
-@pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means", "mean and a penalty"])
+@pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means"])
 def test_a_mean_is_not_taken_for_a_sum(kind: str) -> None:
     with pytest.raises(LossError, match="the loss is a mean"):
         check_loss(LOSSES[kind](), COUNT, "sum", str)
-
-
-@pytest.mark.parametrize(
-    ("divisor", "ranks", "is_said"),
-    [(2, 2, True), (torch.tensor(3.0), 3, True), (2, 1, False), (4, 2, False)],
-)
-def test_a_mean_that_is_divided_by_the_number_of_ranks_is_said(
-    divisor: Any, ranks: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "once", said.append)
-    for loss in (F.cross_entropy(OUT, TARGETS) / divisor, (OUT**2).mean() / divisor):
-        said.clear()
-        warn_divided_mean(loss, ranks)
-        assert bool(said) == is_said
-    said.clear()
-    warn_divided_mean((OUT**2).sum() / divisor, ranks)
-    assert not said
 
 
 NAN = torch.tensor(float("nan"))

@@ -1,18 +1,19 @@
-"""Callbacks of `Trainer`: methods that are called on events, on every rank."""
+"""Callbacks of `Trainer`: methods that are called on events, on every rank.
+
+`EarlyStopping`, `BestCheckpoint` and `LearningRateMonitor` also serve a loop without a `Trainer`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from paceline import log
-from paceline.errors import CallbackError, ConfigError, PacelineError, PeerFailed
+from paceline.errors import ConfigError
 from paceline.job.arguments import require_integers
-from paceline.job.job import Job
 from paceline.training.evaluation import Evaluation
 from paceline.training.step import Step
 from paceline.training.training import Training
@@ -20,86 +21,12 @@ from paceline.training.training import Training
 Mode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """What every event holds.
-
-    Attributes:
-        job: The job.
-        training: The training: its models, optimizers, `log` and `save`.
-
-    Collective: none.
-    """
-
-    job: Job
-    training: Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitStart(Event):
-    """`Trainer.fit` begins; nothing is loaded yet.
-
-    Attributes:
-        epochs: The number of epochs after which the training ends.
-
-    Collective: none.
-    """
-
-    epochs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEnd(Event):
-    """A step was updated and logged.
-
-    Attributes:
-        step: The step.
-
-    Collective: none.
-    """
-
-    step: Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochEnd(StepEnd):
-    """The last step of an epoch was updated. It comes before the evaluation.
-
-    Collective: none.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationEnd(StepEnd):
-    """The validation data was evaluated.
-
-    Attributes:
-        evaluation: The result, equal on all ranks.
-
-    Collective: none.
-    """
-
-    evaluation: Evaluation
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitEnd(Event):
-    """The training has ended, and its last step is saved.
-
-    Attributes:
-        evaluation: The last one; None without validation data.
-
-    Collective: none.
-    """
-
-    evaluation: Evaluation | None
-
-
 class Callback:
     """The base of callbacks. Override what you need.
 
-    Every method runs on every rank, in the order in which the callbacks were given. What `state_dict` returns
-    is saved in the checkpoints, from rank 0, and loaded on resume.
+    Every method runs on every rank, in the order in which the callbacks were given. `training` has the job,
+    the models and the optimizers. What `state_dict` returns is saved in the checkpoints, from rank 0, and
+    loaded on resume.
 
     Attributes:
         name: The name of its state in the checkpoints; if it is empty, that of the class. A number is added
@@ -112,20 +39,20 @@ class Callback:
     name = ""
     has_ended = False
 
-    def on_fit_start(self, event: FitStart) -> None:
-        """Before the first step. Parameters may be frozen here."""
+    def on_fit_start(self, training: Training) -> None:
+        """Before the first step; nothing is loaded yet. Parameters may be frozen here."""
 
-    def on_step_end(self, event: StepEnd) -> None:
+    def on_step_end(self, training: Training, step: Step) -> None:
         """After each update."""
 
-    def on_epoch_end(self, event: EpochEnd) -> None:
+    def on_epoch_end(self, training: Training, step: Step) -> None:
         """After the last update of an epoch, before the evaluation."""
 
-    def on_evaluation_end(self, event: EvaluationEnd) -> None:
-        """After each evaluation in the loop."""
+    def on_evaluation_end(self, training: Training, step: Step, evaluation: Evaluation) -> None:
+        """After each evaluation in the loop; the evaluation is equal on all ranks."""
 
-    def on_fit_end(self, event: FitEnd) -> None:
-        """After the last step."""
+    def on_fit_end(self, training: Training, evaluation: Evaluation | None) -> None:
+        """After the last step, which is saved. The last evaluation is None without validation data."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training needs: numbers, strings, lists, dictionaries and tensors."""
@@ -133,15 +60,6 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-
-
-_METHODS = {
-    FitStart: "on_fit_start",
-    StepEnd: "on_step_end",
-    EpochEnd: "on_epoch_end",
-    EvaluationEnd: "on_evaluation_end",
-    FitEnd: "on_fit_end",
-}
 
 
 class Callbacks:
@@ -154,14 +72,13 @@ class Callbacks:
     is_optional = True  # callbacks may be added to a training, and removed
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._named: dict[str, Callback] = {}
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
                     f"{callback!r} is not a callback.",
                     fix="pass objects of subclasses of paceline.Callback.",
                 )
-        self._named: dict[str, Callback] = {}
-        for callback in callbacks:
             name = unique = callback.name or type(callback).__name__
             number = 1
             while unique in self._named:
@@ -172,7 +89,7 @@ class Callbacks:
             raise ConfigError(
                 "two BestCheckpoints were given.",
                 why="one checkpoint is kept as the best, so each would replace that of the other.",
-                fix="give one, or save yourself with `event.training.save()` in a callback.",
+                fix="give one, or save yourself with `training.save()` in a callback.",
             )
 
     @property
@@ -180,31 +97,10 @@ class Callbacks:
         """Whether a callback has ended the training."""
         return any(callback.has_ended for callback in self._named.values())
 
-    def call(self, event: Event) -> None:
-        """Call the method of the event on each callback.
-
-        Raises:
-            CallbackError: a callback raised.
-            ConfigError: a callback does not fit the training.
-        """
-        method = _METHODS[type(event)]
-        for name, callback in self._named.items():
-            try:
-                getattr(callback, method)(event)
-            except (PeerFailed, ConfigError):
-                raise
-            except Exception as error:
-                step = event.step.number if isinstance(event, StepEnd) else None
-                what, fix = str(error), "fix the callback, or remove it."
-                if isinstance(error, PacelineError):
-                    what, fix = error.what, error.fix or fix
-                raise CallbackError(
-                    f"the callback {name} raised {type(error).__name__} in {method}: {what}",
-                    where=event.job.where(step=step),
-                    fix=f"{fix} Checkpoints are not affected.",
-                    callback=name,
-                    method=method,
-                ) from error
+    def call(self, method: str, training: Training, *arguments: Any) -> None:
+        """Call a method of each callback."""
+        for callback in self._named.values():
+            getattr(callback, method)(training, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: callback.state_dict() for name, callback in self._named.items()}
@@ -218,7 +114,7 @@ class Callbacks:
                 log.logger.info("the callback %s is not in the checkpoint; it starts anew.", name)
 
 
-class _Best:
+class _Best(Callback):
     """The best value of a metric so far."""
 
     def __init__(self, metric: str, mode: Mode, min_delta: float) -> None:
@@ -226,26 +122,38 @@ class _Best:
             raise ConfigError(f'mode must be "min" or "max", got {mode!r}.')
         if not min_delta >= 0:
             raise ConfigError(f"min_delta must be 0 or more, got {min_delta}.")
+        self.name = f"{type(self).__name__}({metric})"
         self.metric = metric
-        self.value: float | None = None
+        self.best: float | None = None
         self._sign = 1 if mode == "max" else -1
         self._min_delta = min_delta
 
-    def update(self, evaluation: Evaluation) -> bool:
-        """Take the metric of this evaluation if it is better by more than `min_delta`; whether it is."""
+    def on_fit_start(self, training: Training) -> None:
+        self.best = None  # of an earlier `fit`
+
+    def is_best(self, evaluation: Evaluation) -> bool:
+        """Keep the metric of this evaluation if it is better by more than `min_delta`; whether it is."""
         value = number_of(evaluation, self.metric)
-        if math.isnan(value):
-            return False
-        better = self.value is None or self._sign * (value - self.value) > self._min_delta
+        better = not math.isnan(value) and (
+            self.best is None or self._sign * (value - self.best) > self._min_delta
+        )
         if better:
-            self.value = value
+            self.best = value
         return better
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
 
-class EarlyStopping(Callback):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+class EarlyStopping(_Best):
     """Ends the training when a metric of the evaluation has not improved for some evaluations.
 
-    All ranks evaluate the same metric, so the training ends after the same step on any number of ranks.
+    All ranks evaluate the same metric, so the training ends after the same step on any number of ranks. In
+    a loop of your own, call `update` after each evaluation, and keep its state:
+    `training.keep(stopping=stopping)`.
 
     Args:
         metric: Its name in the evaluation.
@@ -259,45 +167,54 @@ class EarlyStopping(Callback):
     Raises:
         ConfigError: an option is out of range.
 
-    Collective: none.
+    Collective: none to create it.
     """
 
     def __init__(
         self, metric: str = "loss", *, patience: int = 3, mode: Mode = "min", min_delta: float = 0.0
     ) -> None:
         require_integers(1, patience=patience)
+        super().__init__(metric, mode, min_delta)
         self.patience = patience
         self.num_bad = 0
-        self.name = f"EarlyStopping({metric})"
-        self._best = _Best(metric, mode, min_delta)
 
-    def on_fit_start(self, event: FitStart) -> None:
-        self._best.value, self.num_bad, self.has_ended = None, 0, False  # of an earlier `fit`
+    def update(self, step: Step, evaluation: Evaluation) -> bool:
+        """Take an evaluation, and end the training after this step if it is time; whether it is.
 
-    def on_evaluation_end(self, event: EvaluationEnd) -> None:
-        self.num_bad = 0 if self._best.update(event.evaluation) else self.num_bad + 1
+        Collective: all ranks, with the result of `evaluate`, in the same step.
+        """
+        self.num_bad = 0 if self.is_best(evaluation) else self.num_bad + 1
         self.has_ended = self.num_bad >= self.patience
         if self.has_ended:
             log.logger.info(
                 "stopping after step %d: %s has not improved in %d evaluation%s; the best was %s.",
-                *(event.step.number, self._best.metric, self.num_bad, "s" * (self.num_bad != 1)),
-                "no number" if self._best.value is None else f"{self._best.value:g}",
+                *(step.number, self.metric, self.num_bad, "s" * (self.num_bad != 1)),
+                "no number" if self.best is None else f"{self.best:g}",
             )
-            event.step.stop(now=True)
+            step.stop_on_all_ranks()
+        return self.has_ended
+
+    def on_fit_start(self, training: Training) -> None:
+        super().on_fit_start(training)
+        self.num_bad, self.has_ended = 0, False
+
+    def on_evaluation_end(self, training: Training, step: Step, evaluation: Evaluation) -> None:
+        self.update(step, evaluation)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best.value, "num_bad": self.num_bad}
+        return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best.value, self.num_bad = state["best"], state["num_bad"]
+        self.best, self.num_bad = state["best"], state["num_bad"]
         self.has_ended = self.num_bad >= self.patience
 
 
-class BestCheckpoint(Callback):
+class BestCheckpoint(_Best):
     """Saves a checkpoint when a metric of the evaluation is the best so far.
 
     It is kept until the next best one is saved, in addition to the newest ones that `Checkpoints` keeps. A
-    training can have one such callback.
+    training can have one such callback. In a loop of your own: `if best.is_best(evaluation):
+    training.save(best=True)`.
 
     Args:
         metric: See `EarlyStopping`.
@@ -311,66 +228,34 @@ class BestCheckpoint(Callback):
     """
 
     def __init__(self, metric: str = "loss", *, mode: Mode = "min", min_delta: float = 0.0) -> None:
-        self.name = f"BestCheckpoint({metric})"
-        self._best = _Best(metric, mode, min_delta)
+        super().__init__(metric, mode, min_delta)
 
-    def on_fit_start(self, event: FitStart) -> None:
-        if event.training.checkpoints is None:
+    def on_fit_start(self, training: Training) -> None:
+        if training.checkpoints is None:
             raise ConfigError(
                 "BestCheckpoint needs a folder for checkpoints.",
                 fix="trainer.fit(..., folder=...).",
             )
-        self._best.value = None  # of an earlier `fit`
+        super().on_fit_start(training)
 
-    def on_evaluation_end(self, event: EvaluationEnd) -> None:
-        if self._best.update(event.evaluation):
-            event.training.save(best=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best.value = state["best"]
+    def on_evaluation_end(self, training: Training, step: Step, evaluation: Evaluation) -> None:
+        if self.is_best(evaluation):
+            training.save(best=True)
 
 
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group: `lr`, or `lr/0`, `lr/1`, ... for several.
 
     The value after the update, which the next step uses unless an evaluation changes it
-    (`ReduceLROnPlateau`).
-
-    Args:
-        every_n: Only in steps whose number is a multiple of this.
+    (`ReduceLROnPlateau`). In a loop of your own, call `on_step_end(training, step)` after `step.update`.
 
     Collective: none.
     """
 
-    def __init__(self, *, every_n: int = 1) -> None:
-        require_integers(1, every_n=every_n)
-        self._every_n = every_n
-
-    def on_step_end(self, event: StepEnd) -> None:
-        groups = [group for each in event.training.optimizers for group in each.param_groups]
+    def on_step_end(self, training: Training, step: Step) -> None:
+        groups = [group for each in training.optimizers for group in each.param_groups]
         rates: dict[str, Any] = {f"lr/{i}": float(each["lr"]) for i, each in enumerate(groups)}
-        if len(rates) == 1:
-            rates = {"lr": rates["lr/0"]}
-        event.training.log(every_n=self._every_n, **rates)
-
-
-def number_of(evaluation: Evaluation, metric: str) -> float:
-    """A result of an evaluation as a number.
-
-    Raises:
-        ConfigError: there is no such result, or it is not one number.
-    """
-    numbers = numbers_of(evaluation)
-    if metric in numbers:
-        return numbers[metric]
-    raise ConfigError(
-        f"the evaluation has no number {metric!r}.",
-        why=f"its results are {', '.join(evaluation.values) or 'none'}.",
-        fix=f"name one of {', '.join(numbers)}." if numbers else "return one from the score.",
-    )
+        training.log(**({"lr": rates["lr/0"]} if len(rates) == 1 else rates))
 
 
 def numbers_of(evaluation: Evaluation) -> dict[str, float]:
@@ -381,3 +266,19 @@ def numbers_of(evaluation: Evaluation) -> dict[str, float]:
         if isinstance(value, int | float)
         or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
+
+
+def number_of(evaluation: Evaluation, metric: str) -> float:
+    """A result of an evaluation as a number.
+
+    Raises:
+        ConfigError: there is no such result, or it is not one number.
+    """
+    numbers = numbers_of(evaluation)
+    if metric not in numbers:
+        raise ConfigError(
+            f"the evaluation has no number {metric!r}.",
+            why=f"its results are {', '.join(evaluation.values) or 'none'}.",
+            fix="name one of them that is a number, or return one from the score.",
+        )
+    return numbers[metric]

@@ -12,8 +12,6 @@ same parts. Parameters that DDP ignores are not compared.
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -27,19 +25,18 @@ from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
-_MAX_TIME_SHARE = 0.005  # comparisons take at most this share of the time
-_FIRST_STEPS = 10  # least interval, and steps before the first comparison, which measures the cost
-_EXCHANGE_S = 1e-3  # time of the exchange, until it is measured
+_FIRST_STEPS = 10  # weights that differ from the start are found after so many steps
 _WORD_BYTES = 8
 _COLUMNS = 1024  # words in a row of the grid whose rows and columns are summed
 _ROW_FACTOR = 0x1E3779B97F4A7C15  # odd, so that changes of a row and of a column do not cancel out
 
 
 class ReplicaCheck:
-    """Compares the replicas of one training at intervals, and when `compare` is called.
+    """Compares the replicas of one training on a schedule, and when `compare` is called.
 
     Args:
-        every: Number of steps between comparisons; None chooses it by their cost; 0 never compares.
+        every: Number of steps between comparisons; 0 never compares. The first ones come earlier: 10 steps
+            after the start, and then at doubling distances.
     """
 
     def __init__(
@@ -47,9 +44,9 @@ class ReplicaCheck:
         job: Job,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[TrainedOptimizer],
-        every: int | None,
+        every: int,
     ) -> None:
-        require_integers(0, or_none=True, desync_every=every)
+        require_integers(0, desync_every=every)
         self._job = job
         self._models = models
         self._optimizers = optimizers
@@ -62,14 +59,14 @@ class ReplicaCheck:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
         self._rank_groups = [sorted(axes), sorted(parts)]
-        self._equal_step: int | None = None  # the last step after which all were equal
-        self._was_compared = False  # whether `_equal_step` is known by a comparison
-        self._due = 0
-        self._compared_at_s = self._cost_s = 0.0
+        self.reset()
 
     def reset(self) -> None:
         """Another state was loaded: earlier comparisons say nothing about it."""
-        self._equal_step = None
+        self._equal_step: int | None = None  # the last step after which all were equal
+        self._was_compared = False  # whether `_equal_step` is known by a comparison
+        self._distance = min(_FIRST_STEPS, self._every)
+        self._due = 0
 
     def step_ended(self, step: int) -> None:
         """Compare if it is due after this step. All ranks call it.
@@ -80,11 +77,12 @@ class ReplicaCheck:
         if self._is_off:
             return
         if self._equal_step is None:
-            self._equal_step, self._compared_at_s = step - 1, time.perf_counter()
-            self._was_compared = False
-            self._due = step - 1 + (self._every or _FIRST_STEPS)
+            self._equal_step = step - 1
+            self._due = step - 1 + self._distance
         if step >= self._due:
             self.compare(step)
+            self._distance = min(2 * self._distance, self._every)
+            self._due = step + self._distance
 
     def compare(self, step: int) -> None:
         """Compare now, unless this step was compared already. All ranks call it.
@@ -92,27 +90,15 @@ class ReplicaCheck:
         Raises:
             Desync: on all ranks, naming tensor and ranks.
         """
-        if self._is_off or self._equal_step == step or self._equal_step is None:
+        if self._is_off or self._equal_step in (step, None):
             return
-        began = time.perf_counter()
         kinds = self._digest_replicas()
-        cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
-        step_s = (began - self._compared_at_s) / (step - self._equal_step)
-        own_row = torch.tensor([*map(_total, kinds), int(cost_s * 1e9), int(step_s * 1e9)])
-        rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
+        rows = collectives.gather(self._job, [_total(digests) for digests in kinds])
         for kind, digests in enumerate(kinds):
             for ranks in self._rank_groups[kind]:
                 if any(rows[rank][kind] != rows[ranks[0]][kind] for rank in ranks):
                     raise self._desync_error(step, digests, ranks)
-        every = self._every
-        if every is None and step - self._equal_step < _FIRST_STEPS:
-            every = _FIRST_STEPS  # after a save in the first steps: too few to measure the time of a step
-        if every is None:
-            # From the measurements of all ranks, so that all ranks compute the same interval.
-            every = interval(max(row[2] for row in rows), min(row[3] for row in rows))
-        self._equal_step, self._due, self._was_compared = step, step + every, True
-        self._compared_at_s = time.perf_counter()
-        self._cost_s = self._compared_at_s - began
+        self._equal_step, self._was_compared = step, True
 
     def _digest_replicas(self) -> tuple[dict[str, int], dict[str, int]]:
         """A number for each whole tensor, and for this rank's part of each sharded one, by name."""
@@ -192,11 +178,6 @@ def _weighed(values: torch.Tensor) -> torch.Tensor:
     """The sum of int64 values, each times an odd number of its own."""
     factors = torch.arange(len(values), dtype=torch.int64, device=values.device) * 2 + 1
     return (values * factors).sum()
-
-
-def interval(cost_ns: int, step_ns: int) -> int:
-    """The number of steps from a comparison to the next, so that comparisons take their share of time."""
-    return max(_FIRST_STEPS, math.ceil(cost_ns / (_MAX_TIME_SHARE * max(step_ns, 1))))
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

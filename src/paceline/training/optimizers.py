@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.training.schedules import Schedule, TrainedSchedule, trained_schedules
-from paceline.training.weight import SampleLength
 
 
 @dataclass(slots=True, eq=False)
@@ -22,14 +21,12 @@ class TrainedOptimizer:
     Attributes:
         models: The models that hold parameters of the optimizer, by their number in the training.
         has_others: Whether the training has further models, so that names begin with the number.
-        sample_length: With count="samples", the targets of each sample, as the first losses show.
     """
 
     optimizer: Optimizer
     models: dict[int, torch.nn.Module]
     has_others: bool
     schedule: TrainedSchedule
-    sample_length: SampleLength = field(default_factory=SampleLength)
     _num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:

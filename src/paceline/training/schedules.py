@@ -10,7 +10,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline import log, torch_private
 from paceline.errors import ConfigError, StepError
 
 
@@ -72,7 +71,6 @@ class TrainedSchedule:
             _refuse_arguments(inner)
         self.scheduler: Any = inner
         self._epochs_in_loop = 0
-        self._num_advances = _num_advances_of(self.scheduler)
 
     @property
     def type(self) -> str:
@@ -82,32 +80,17 @@ class TrainedSchedule:
     def begin(self) -> None:
         """A loop over steps begins."""
         self._epochs_in_loop = 0
-        self._num_advances = _num_advances_of(self.scheduler)
 
-    def end_step(
-        self, *, was_updated: bool, ends_epoch: bool, where: Callable[[], str] = str
-    ) -> None:
+    def end_step(self, *, was_updated: bool, ends_epoch: bool) -> None:
         """A step has ended.
 
         Args:
-            was_updated: False if the optimizer was skipped, by the program or by the loss scaler.
-            where: Gives the rank and the step, for the error.
-
-        Raises:
-            StepError: the script has stepped the schedule since the last step.
+            was_updated: False if the update was left out because of NaN or infinity.
         """
-        if self.scheduler is None:
-            return
-        self._refuse_other_steps(where)
         if self.needs_metric:
-            if self._epochs_in_loop > 1 and not self._num_advances:
-                log.once(
-                    "ReduceLROnPlateau got no metric in 2 epochs; it changes the learning rate only when "
-                    "training.step_schedule(metric) is called."
-                )
             self._epochs_in_loop += ends_epoch
-        elif ends_epoch if self._by_epoch else was_updated:
-            self._advance()
+        elif self.scheduler is not None and (ends_epoch if self._by_epoch else was_updated):
+            self.scheduler.step()
 
     def step_metric(self, value: float) -> None:
         if not self.needs_metric:
@@ -115,31 +98,14 @@ class TrainedSchedule:
                 "the schedule of this optimizer takes no metric.",
                 fix="leave `training.step_schedule` out, or use torch's ReduceLROnPlateau as schedule.",
             )
-        self._refuse_other_steps()
-        self._advance(value)
-
-    def _advance(self, *metric: float) -> None:
-        self.scheduler.step(*metric)
-        self._num_advances = _num_advances_of(self.scheduler)
-
-    def _refuse_other_steps(self, where: Callable[[], str] = str) -> None:
-        """Raise StepError if the script has stepped the schedule. Loading an older state is no step."""
-        if _num_advances_of(self.scheduler) > self._num_advances:
-            raise StepError(
-                "the schedule was also stepped by the script.",
-                where=where(),
-                why="the learning rate would advance twice.",
-                fix="call training.step_schedule(metric) instead of scheduler.step(metric)."
-                if self.needs_metric
-                else "remove scheduler.step(); Training(schedule=) steps it.",
-            )
+        self.scheduler.step(value)
 
     def refuse_no_metric(self) -> None:
         """Raise StepError if a loop of two epochs or more ended, and no metric ever came.
 
         The metrics before a resume count too.
         """
-        if self._epochs_in_loop > 1 and not self._num_advances:
+        if self._epochs_in_loop > 1 and not self.scheduler.last_epoch:
             raise StepError(
                 f"ReduceLROnPlateau got no metric in {self._epochs_in_loop} epochs, so it never "
                 "changed the learning rate.",
@@ -153,7 +119,6 @@ class TrainedSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-            self._num_advances = _num_advances_of(self.scheduler)
 
 
 def _refuse_arguments(scheduler: Any) -> None:
@@ -169,16 +134,6 @@ def _refuse_arguments(scheduler: Any) -> None:
                 fix="give a scheduler of torch, or a function from the number of optimizer steps to a factor "
                 "of the learning rate.",
             )
-
-
-def _num_advances_of(scheduler: Any) -> int:
-    """How often a scheduler of torch has advanced; 0 for one that does not count."""
-    parts = torch_private.attribute(
-        "torch.optim.lr_scheduler.ChainedScheduler._schedulers", scheduler
-    )
-    if parts and not hasattr(scheduler, "last_epoch"):  # ChainedScheduler steps all of its parts
-        return _num_advances_of(parts[0])
-    return int(getattr(scheduler, "last_epoch", 0))
 
 
 def trained_schedules(

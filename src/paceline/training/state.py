@@ -67,32 +67,6 @@ def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> No
         optimizer.load_state_dict({**values, "state": state, "param_groups": groups})
 
 
-def settings(optimizer: torch.optim.Optimizer, *, has_schedule: bool) -> list[dict[str, Any]]:
-    """Of each parameter group, the options that only the program sets."""
-    scheduled = {"lr", "momentum", "betas"} if has_schedule else set()
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if name not in scheduled and isinstance(value, bool | int | float | tuple)
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def differing(own: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options of parameter groups that a state has changed, such as "lr 0.01, not 0.1"."""
-    found = [
-        f"{name} {new[name]:g}, not {value:g}"
-        if isinstance(value, float) and isinstance(new[name], float)
-        else f"{name} {new[name]}, not {value}"
-        for old, new in zip(own, loaded, strict=True)
-        for name, value in old.items()
-        if name in new and new[name] != value
-    ]
-    return list(dict.fromkeys(found))
-
-
 def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> None:
     """Refuse a state that does not fit these models and optimizers. Changes nothing.
 

@@ -31,7 +31,6 @@ from paceline.data.device import copy_tensors
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import CountError, LossError, NonFinite, StepError, listed
-from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -111,7 +110,6 @@ class _Record:
     begun: torch.Tensor | None = None  # a parameter with the gradient of an earlier micro-batch
     is_updated: bool = False
     was_stepped: bool = False  # by `update`, unless the loss scaler left it out
-    is_skipped: bool = False
 
 
 class Step:
@@ -132,11 +130,11 @@ class Step:
     __slots__ = (
         "_context",
         "_differentiated",
-        "_is_batch_open",
         "_micro",
         "_micro_losses",
         "_num_begun",
         "_num_not_updated",
+        "_only_batch",
         "_planned",
         "_records",
         "ends_epoch",
@@ -153,9 +151,8 @@ class Step:
         self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None  # the current one
         self._num_begun = 0  # micro-batches that the loop or `run` has got
-        # Whether `batch` was read, and `update` has not ended its micro-batch.
-        self._is_batch_open = False
-        self._num_not_updated = len(self._records)  # optimizers, without skipped ones
+        self._only_batch: Iterator[Any] | None = None  # the loop that `batch` stands for
+        self._num_not_updated = len(self._records)  # optimizers
         self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
         self.number = number
@@ -172,11 +169,11 @@ class Step:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy
         self._refuse_pipeline()
-        if self._is_batch_open:
+        if self._num_begun:
             raise self._error(
-                "`step.batch` was read before the loop over micro-batches.",
-                why="each gives the samples of this step once.",
-                fix="use either `step.batch` or `for batch in step`.",
+                "the loop over the micro-batches of this step has begun already.",
+                why="it gives the samples of the step once.",
+                fix="use `for batch in step` once, or `step.batch` in its place.",
             )
         self._begin_micro_batches()
         micros = list(self._planned) if strategy.repeats_steps else self._planned
@@ -185,12 +182,10 @@ class Step:
             self._begin_micro_batches()
             self._num_begun = 0
             self._micro_losses = []
-            self._records = [
-                _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
-            ]
+            self._records = [_Record(record.trained) for record in self._records]
             yield from self._run_micro_batches(micros)
         if strategy.repeats_steps:
-            self._complete_gradients(self._used_records())
+            self._complete_gradients(self._records)
 
     @property
     def batch(self) -> Any:
@@ -199,45 +194,27 @@ class Step:
         It stands for the loop over micro-batches: read it, call `backward` once, then `update`.
 
         Raises:
-            StepError: the step has several micro-batches, which need the loop `for batch in step`; the
-                training is reproducible, or its model is a pipeline.
+            StepError: the step has several micro-batches, or none on this rank; the training is
+                reproducible, or its model is a pipeline.
 
         Collective: all ranks.
         """
-        if self._is_batch_open:
-            assert self._micro is not None
-            return self._micro.batch
-        strategy = self._context.strategy
-        self._refuse_pipeline()
-        if self._num_begun and self._micro is None:
+        if self._only_batch is None:
+            if self._planned.num_micro_batches != 1 or self._context.strategy.repeats_steps:
+                raise self._error(
+                    "`step.batch` cannot stand for the loop over micro-batches.",
+                    why=f"this rank has {self._planned.num_micro_batches} micro-batches in this step, or "
+                    "the training is reproducible and may have to run them again.",
+                    fix="write the loop: `for batch in step: ... step.backward(loss)`.",
+                )
+            self._only_batch = iter(self)
+            next(self._only_batch)
+        if self._micro is None:
             raise self._error(
                 "`step.batch` was read after the micro-batches of the step had ended.",
                 fix="keep the batch: `batch = step.batch`, before `step.update`.",
             )
-        if self._planned.num_micro_batches != 1 or strategy.repeats_steps or self._num_begun:
-            why = f"this rank has {self._planned.num_micro_batches} micro-batches in this step."
-            if strategy.repeats_steps:
-                why = "reproducible training may have to run the micro-batches again."
-            elif self._num_begun:
-                why = "the loop over the micro-batches has begun."
-            raise self._error(
-                "`step.batch` cannot stand for the loop over micro-batches.",
-                why=why,
-                fix="write the loop: `for batch in step: ... step.backward(loss)`.",
-            )
-        self._begin_micro_batches()
-        clock.enter(DATA)
-        (micro,) = self._planned
-        clock.enter(FORWARD)
-        self._begin_micro_batch(micro)
-        self._is_batch_open = True
-        return micro.batch
-
-    def _end_batch(self) -> None:
-        self._is_batch_open = False
-        self._context.precision.leave()
-        self._context.strategy.end_micro_batches()
-        self._micro = None
+        return self._micro.batch
 
     def _refuse_pipeline(self) -> None:
         if self._context.strategy.runs_micro_batches:
@@ -269,7 +246,7 @@ class Step:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
         context.strategy.before_forward(micro)
         for record in self._records:
-            record.needs_backward = not record.is_skipped
+            record.needs_backward = True
         # Dropout depends on the step and the first sample, not on the rank.
         context.generator.manual_seed(self._dropout_seed(micro))
         context.precision.enter()
@@ -295,32 +272,6 @@ class Step:
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
         return pair_seed(self._context.dropout_key, self.number, micro.offset)
-
-    def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave an optimizer out of this step: it gets no `backward` and no `update`.
-
-        For a GAN whose critic takes several steps for each step of the generator. The schedule of the
-        optimizer does not advance, unless it is a `PerEpoch`.
-
-        Raises:
-            StepError: the micro-batches have begun, no other optimizer is left, or it is unknown.
-
-        Collective: all ranks, for the same optimizer in the same step, before the loop over micro-batches.
-        """
-        record = self._record_of(optimizer)
-        if self._num_begun:
-            raise self._error(
-                "`step.skip` was called after the first micro-batch.",
-                fix="call it before `for batch in step`.",
-            )
-        if all(each.is_skipped for each in self._records if each is not record):
-            raise self._error(
-                "`step.skip` would leave this step without an optimizer.",
-                fix="leave at least one optimizer in each step.",
-            )
-        if not record.is_skipped:
-            record.is_skipped = True
-            self._num_not_updated -= 1
 
     def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction | None = None) -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
@@ -418,7 +369,7 @@ class Step:
             raise self._error(
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
-        count = self._checked_count(loss, count, reduction, micro, records[0])
+        count = self._checked_count(loss, count, reduction, micro)
         reduction = reduction or "mean"
         if records[0].begun is not None and records[0].begun.grad is None:
             raise self._error(
@@ -471,7 +422,6 @@ class Step:
         count: int | torch.Tensor | None,
         reduction: Reduction | None,
         micro: MicroBatch,
-        record: _Record,
     ) -> int | torch.Tensor:
         context = self._context
         if reduction not in ("sum", "mean", None):
@@ -499,10 +449,7 @@ class Step:
             count = count.reshape(())
         if self.number < context.check_losses_until:
             known = int(count) if weight.is_on_host(count) else None
-            length = record.trained.sample_length if context.count_unit == "samples" else None
-            weight.check_loss(loss, known, reduction, self._where, length)
-            if context.job.rank == 0:
-                weight.warn_divided_mean(loss, context.job.data.size)
+            weight.check_loss(loss, known, reduction, self._where)
         weight.check_count(count, micro.count, context.count_unit, self._where)
         return count
 
@@ -555,8 +502,8 @@ class Step:
         records = self._records_of(optimizer)
         for record in records:
             self._refuse_update(record)
-        if self._is_batch_open and self._num_not_updated == len(records):
-            self._end_batch()
+        if self._only_batch is not None and self._num_not_updated == len(records):
+            next(self._only_batch, None)  # ends its micro-batch
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
@@ -572,14 +519,12 @@ class Step:
         self.is_updating = False
         self._num_not_updated -= len(records)
         if self.is_done:
-            if not all(each.was_stepped for each in self._used_records()):
+            if not all(each.was_stepped for each in self._records):
                 self._report_skipped()
             context.precision.end_step()
             for each in self._records:
                 each.trained.schedule.end_step(
-                    was_updated=each.was_stepped,
-                    ends_epoch=self.ends_epoch,
-                    where=self._where,
+                    was_updated=each.was_stepped, ends_epoch=self.ends_epoch
                 )
         for record in records:
             record.trained.clear_gradients()
@@ -634,9 +579,8 @@ class Step:
         context = self._context
         context.num_skipped += 1
         if context.job.rank == 0:
-            used = [(n, each) for n, each in enumerate(self._records) if not each.is_skipped]
-            left_out = [n for n, each in used if not each.was_stepped]
-            all_of_it = len(left_out) == len(used)
+            left_out = [n for n, each in enumerate(self._records) if not each.was_stepped]
+            all_of_it = len(left_out) == len(self._records)
             log.logger.info(
                 "step %d was left out%s: its gradient holds NaN or infinity (%d so far).",
                 self.number,
@@ -676,33 +620,19 @@ class Step:
             samples=samples,
         )
 
-    def stop(self, *, now: bool = False) -> None:
+    def stop(self) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.
 
         That is this step if it ends an epoch, and in a job of one process; else one within 0.2 s, or
         three steps if that is longer.
 
-        Args:
-            now: Whether all ranks call it in this step; then this step is the last.
-
-        Raises:
-            StepError: with `now`, a rank has ended this step without the call.
-
-        Collective: none; all ranks with `now`.
+        Collective: none.
         """
-        control = self._context.control
-        if not now:
-            control.own.stop = True
-        elif not control.agreed.stop:
-            collectives.gather_in_step(
-                self._context.job,
-                "stop",
-                None,
-                action="call `step.stop(now=True)` in this step",
-                why="with `now` no rank is told, so the others would train on.",
-                fix="call it on every rank, or call step.stop() on any rank.",
-            )
-            control.agreed.stop = True
+        self._context.control.own.stop = True
+
+    def stop_on_all_ranks(self) -> None:
+        """End the training after this step; for callers that do it on all ranks alike."""
+        self._context.control.agreed.stop = True
 
     @property
     def is_ghost(self) -> bool:
@@ -717,7 +647,7 @@ class Step:
 
     @property
     def loss(self) -> StepLoss:
-        """The mean loss of this step over all ranks, of the first optimizer that is not skipped.
+        """The mean loss of this step over all ranks, of the first optimizer.
 
         See `StepLoss`.
 
@@ -728,7 +658,7 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """Whether every optimizer that is not skipped was updated.
+        """Whether every optimizer was updated.
 
         Collective: none.
         """
@@ -740,19 +670,15 @@ class Step:
         return self._num_begun > 0
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        used = self._used_records()
-        loss, count = used[0].loss, used[0].count
-        totals = [record.total for record in used if record.total is not None]
-        if len(used) == 1 or not totals or totals[0].device.type == "cpu":
+        loss, count = self._records[0].loss, self._records[0].count
+        totals = [record.total for record in self._records if record.total is not None]
+        if len(self._records) == 1 or not totals or totals[0].device.type == "cpu":
             return loss, count
         # The totals on a device are not read; those of the other optimizers may be 0 too.
         return loss, weight.reported_count(count, torch.stack(totals))
 
-    def _used_records(self) -> list[_Record]:
-        return [record for record in self._records if not record.is_skipped]
-
     def _records_of(self, optimizer: torch.optim.Optimizer | None) -> list[_Record]:
-        return self._used_records() if optimizer is None else [self._record_of(optimizer)]
+        return self._records if optimizer is None else [self._record_of(optimizer)]
 
     def _record_of(self, optimizer: torch.optim.Optimizer) -> _Record:
         for record in self._records:
@@ -769,8 +695,6 @@ class Step:
         records: list[_Record],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        if any(record.is_skipped for record in records):
-            raise self._skipped_error("backward")
         if loss is self._differentiated:
             raise self._error(
                 "this loss had its `step.backward` already, for another optimizer.",
@@ -793,8 +717,6 @@ class Step:
 
     def _refuse_update(self, record: _Record) -> None:
         planned = self._planned.num_micro_batches
-        if record.is_skipped:
-            raise self._skipped_error("update")
         if record.is_updated:
             raise self._error(
                 "this step was updated already.", fix="call step.update once for each optimizer."
@@ -810,11 +732,7 @@ class Step:
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if (
-            self._context.strategy.repeats_steps
-            and self._micro is not None
-            and not self._is_batch_open
-        ):
+        if self._context.strategy.repeats_steps and self._micro is not None:
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
@@ -826,12 +744,6 @@ class Step:
         return (
             "write `step.backward(loss)` in place of `loss.backward()`, once for each micro-batch"
             f"{several}."
-        )
-
-    def _skipped_error(self, method: str) -> StepError:
-        return self._error(
-            f"`step.{method}` was called for an optimizer that this step skips.",
-            fix="leave the call out, or call `step.skip(optimizer)` only in the steps without it.",
         )
 
     def _error(self, what: str, *, why: str = "", fix: str = "") -> StepError:
@@ -876,9 +788,8 @@ class _Scheduled:
 
     def weigh(self, index: int, result: Any) -> tuple[torch.Tensor, bool]:
         step, micro = self._step, self._micros[index]
-        (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
-        count = step._checked_count(loss, count, self._given, micro, record)
+        count = step._checked_count(loss, count, self._given, micro)
         start, own = step._start_and_logged(loss, count, self._reduction, loss, micro)
         self._sums[index] = own, count
         return loss * start, not weight.has_no_gradient(loss, count, self._reduction)

@@ -32,11 +32,6 @@ from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.callbacks import (
     Callback,
     Callbacks,
-    EpochEnd,
-    EvaluationEnd,
-    FitEnd,
-    FitStart,
-    StepEnd,
     number_of,
     numbers_of,
 )
@@ -154,11 +149,13 @@ class Trainer:
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
+        micro_batch: Largest forward of one rank, in samples. None is a rank's whole share.
+        workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
         precision: "fp32", "bf16", "fp16" or "auto".
         on_non_finite: "raise" or "skip", for gradients with NaN or infinity; see `Training`.
         validation: What to evaluate, and when. Forwards use `precision` there too.
         schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
-        schedule_metric: For `ReduceLROnPlateau`, the result of the evaluation that it gets; None is "loss".
+            `ReduceLROnPlateau` gets the "loss" of each evaluation.
         reproducible: Whether the result is bit for bit equal on any number of ranks.
         strategy: "ddp", "fsdp", or a `Mesh`, with which the job is joined: layers are split over `tp`,
             parameters are sharded over `dp_shard`, and each rank of `pp` has a stage of layers. For
@@ -181,14 +178,15 @@ class Trainer:
     data: Any
     _: KW_ONLY
     global_batch: int | None = None
+    micro_batch: int | None = None
+    workers: int | None = None
     precision: str = "fp32"
     on_non_finite: Literal["raise", "skip"] | None = None
     validation: Validation | None = None
     schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None
-    schedule_metric: str | None = None
     reproducible: bool = False
     strategy: str | Mesh | Wrap = "ddp"
-    desync_every: int | None = None
+    desync_every: int = 1000
     loggers: Sequence[Logger] = ()
     flops: float | None = None
     callbacks: Sequence[Callback] = ()
@@ -209,8 +207,6 @@ class Trainer:
         epochs: int,
         *,
         seed: int = 0,
-        micro_batch: int | None = None,
-        workers: int | None = None,
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
@@ -219,14 +215,9 @@ class Trainer:
 
         Args:
             seed: Seed of all generators; not used if a job is joined already.
-            micro_batch: Largest forward of one rank, in samples. None is a rank's whole share.
-            workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "epoch", "must" or "never"; see `Checkpoints`.
-
-        Raises:
-            CallbackError: a callback raised.
 
         Collective: all ranks, same arguments.
         """
@@ -240,13 +231,11 @@ class Trainer:
                 job,
                 self.data,
                 global_batch=self.global_batch,
-                micro_batch=micro_batch,
-                workers=workers,
+                micro_batch=self.micro_batch,
+                workers=self.workers,
             )
-            training, schedule = self._prepare(job, batches, folder, resume)
-            evaluation = self._loop(
-                training, epochs, clip_norm, needs_metric=isinstance(schedule, ReduceLROnPlateau)
-            )
+            training = self._prepare(job, batches, folder, resume)
+            evaluation = self._loop(training, epochs, clip_norm)
             if folder is not None:
                 training.export(Path(folder) / "model.pth")
             batches.close()
@@ -268,7 +257,7 @@ class Trainer:
 
     def _prepare(
         self, job: Job, batches: Batches, folder: str | Path | None, resume: str
-    ) -> tuple[Training, Schedule | None]:
+    ) -> Training:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
         # A pipeline synchronises no statistics.
@@ -286,7 +275,12 @@ class Trainer:
         if folder is not None:
             checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
         schedule = None if self.schedule is None else self.schedule(optimizer)
-        self._refuse_schedule(schedule)
+        if isinstance(schedule, ReduceLROnPlateau) and self.validation is None:
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric, but nothing is evaluated.",
+                fix="give the Trainer validation=paceline.Validation(dataset=...).",
+            )
+        self._needs_metric = isinstance(schedule, ReduceLROnPlateau)
         training = Training(
             job,
             model,
@@ -307,28 +301,13 @@ class Trainer:
             loggers=self.loggers,
             flops=self.flops,
         )
-        return training, schedule
+        return training
 
-    def _refuse_schedule(self, schedule: Any) -> None:
-        if not isinstance(schedule, ReduceLROnPlateau):
-            if self.schedule_metric is not None:
-                raise ConfigError(
-                    "schedule_metric has no effect without ReduceLROnPlateau.", fix="leave it out."
-                )
-        elif self.validation is None:
-            raise ConfigError(
-                "ReduceLROnPlateau needs a metric, but nothing is evaluated.",
-                fix="give the Trainer validation=paceline.Validation(dataset=...).",
-            )
-
-    def _loop(
-        self, training: Training, epochs: int, clip_norm: float | None, *, needs_metric: bool
-    ) -> Evaluation | None:
+    def _loop(self, training: Training, epochs: int, clip_norm: float | None) -> Evaluation | None:
         call = self._callbacks.call
-        facts: dict[str, Any] = {"job": training.job, "training": training}
         model, validation = training.models[0], self.validation
         evaluation: Evaluation | None = None
-        call(FitStart(**facts, epochs=epochs))
+        call("on_fit_start", training)
         training.resume()
         steps: Iterable[Step] = training.steps(epochs=epochs)
         if self._callbacks.has_ended:  # it stays ended when the program is started again
@@ -341,21 +320,21 @@ class Trainer:
             step.run(partial(self._forward, model), reduction="sum" if _is_sum(self.loss) else None)
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
-            call(StepEnd(**facts, step=step))
+            call("on_step_end", training, step)
             if step.ends_epoch:
-                call(EpochEnd(**facts, step=step))
+                call("on_epoch_end", training, step)
             if validation is not None and validation.is_due(step, epochs):
                 evaluation = self._evaluate(training, validation)
                 numbers = numbers_of(evaluation).items()
                 values: dict[str, Any] = {f"validation_{name}": value for name, value in numbers}
                 training.log(**values)
-                if needs_metric:
-                    training.step_schedule(number_of(evaluation, self.schedule_metric or "loss"))
-                call(EvaluationEnd(**facts, step=step, evaluation=evaluation))
+                if self._needs_metric:
+                    training.step_schedule(number_of(evaluation, "loss"))
+                call("on_evaluation_end", training, step, evaluation)
         if evaluation is None and validation is not None:
             # An earlier run finished the training, or a callback stopped it before the first evaluation.
             evaluation = self._evaluate(training, validation)
-        call(FitEnd(**facts, evaluation=evaluation))
+        call("on_fit_end", training, evaluation)
         return evaluation
 
     def _forward(self, model: nn.Module, batch: Batch) -> Any:

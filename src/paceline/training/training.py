@@ -83,8 +83,8 @@ class Training:
         reproducible: Whether weights, optimizer state and logged losses are bit for bit equal on any
             number of ranks; see [reproducible](../concepts/reproducible.md) for what that costs.
         desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
-            also compared before each save. None chooses it so that comparisons take 0.5 % of the time,
-            0 never compares.
+            also compared before each save, and more often in the first steps. A comparison reads all
+            parameters and optimizer state once. 0 never compares.
 
     Attributes:
         job: As given.
@@ -118,7 +118,7 @@ class Training:
         count: str = "samples",
         checkpoints: Checkpoints | None = None,
         reproducible: bool = False,
-        desync_every: int | None = None,
+        desync_every: int = 1000,
     ) -> None:
         job.refuse_if_left()
         if count not in ("samples", "tokens"):
@@ -336,7 +336,6 @@ class Training:
         self,
         *,
         reduce: Literal["rank0", "mean", "sum"] = "rank0",
-        every_n: int = 1,
         **values: Any,
     ) -> None:
         """Log values of the step in progress: numbers, tensors of shape (), or `step.loss`.
@@ -348,7 +347,6 @@ class Training:
             reduce: "rank0" writes rank 0's values and costs no communication; "mean" and "sum" combine the
                 values of all ranks with equal weight, in one gather of the ranks for all steps that are
                 written together. `step.loss` is over all ranks in any case.
-            every_n: Log only in steps whose number is a multiple of this.
 
         Raises:
             ConfigError: a value is not one number, or an option is out of range.
@@ -359,14 +357,12 @@ class Training:
         """
         if reduce not in ("rank0", "mean", "sum"):
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
-        require_integers(1, every_n=every_n)
         step = self._loop_state.step
         if step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         refuse_values(values, reduce, step.number)
-        if step.number % every_n == 0:
-            self._control.own.reduce |= reduce != "rank0"
-            self._report.keep_values(step.number, step.epoch, values, reduce)
+        self._control.own.reduce |= reduce != "rank0"
+        self._report.keep_values(step.number, step.epoch, values, reduce)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
@@ -746,19 +742,13 @@ class Training:
         if saved is None:
             self._is_resumed = True
             return
-        before, unknown = self._state.settings(), self._state.unknown_schedules()
+        has_unknown = self._state.has_unknown_schedule()  # loading hides it
         self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
-        if unknown:
+        if has_unknown:
             log.logger.warning(
                 "a scheduler was not restored and starts from its beginning, because the training does not "
                 "know it. Use Training(..., schedule=scheduler), or training.keep(scheduler=scheduler)."
-            )
-        for changes in self._state.changes_of_settings(before):
-            log.logger.info(
-                "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
-                "optimizer.param_groups in the loop, or start a new training with resume='never'.",
-                changes,
             )
 
     def _log_preempted(self, preempted: Preempted) -> None:

@@ -18,7 +18,6 @@ from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.errors import CheckpointError, ConfigError
 from paceline.training import state
-from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.step import StepContext
 
 _ORDER = ("samples", "shuffle", "sampler")  # settings that decide which samples a position means
@@ -206,33 +205,16 @@ class TrainingState:
                 fix="use the setting of the run that saved it, or resume='never'.",
             )
 
-    def settings(self) -> list[list[dict[str, Any]]]:
-        """For each optimizer and parameter group, the options that only the program sets."""
-        return [
-            state.settings(
-                trained.optimizer,
-                has_schedule=bool(trained.schedule.type) or trained in self.unknown_schedules(),
-            )
-            for trained in self._context.optimizers
-        ]
-
-    def unknown_schedules(self) -> list[TrainedOptimizer]:
-        """The optimizers with a scheduler that is neither the schedule of the training nor kept."""
+    def has_unknown_schedule(self) -> bool:
+        """Whether a scheduler is neither the schedule of the training nor kept."""
         kept = [getattr(thing, "optimizer", None) for thing in self._kept.values()]
-        return [
-            trained
-            for trained in self._context.optimizers
-            if not trained.schedule.type
+        return any(
+            not trained.schedule.type
             # Every scheduler of torch writes this when it is created.
             and any("initial_lr" in group for group in trained.optimizer.param_groups)
             and not any(optimizer is trained.optimizer for optimizer in kept)
-        ]
-
-    def changes_of_settings(self, before: list[list[dict[str, Any]]]) -> list[str]:
-        """What `load` has changed of `settings`: for each optimizer that changed, a text."""
-        pairs = zip(before, self.settings(), strict=True)
-        changes = [state.differing(own, loaded) for own, loaded in pairs]
-        return ["; ".join(names) for names in changes if names]
+            for trained in self._context.optimizers
+        )
 
     def templates(self) -> Callable[[str], torch.Tensor | None]:
         """A function from a path in a saved state to a tensor that is sharded as the loaded one must be."""

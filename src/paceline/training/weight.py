@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from paceline import log, torch_private
+from paceline import torch_private
 from paceline.errors import CountError, LossError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -121,30 +120,13 @@ def is_on_host(count: int | torch.Tensor) -> bool:
     return not isinstance(count, torch.Tensor) or count.device.type == "cpu"
 
 
-@dataclass(slots=True)
-class SampleLength:
-    """How many targets each sample has; None before the first mean over targets.
-
-    A mean over the targets of a micro-batch is the mean over its samples only if all samples of the training
-    have the same number of them.
-    """
-
-    targets: int | None = None
-
-
 def check_loss(
-    loss: Any,
-    count: int | None,
-    reduction: Reduction | None,
-    where: Callable[[], str],
-    length: SampleLength | None = None,
+    loss: Any, count: int | None, reduction: Reduction | None, where: Callable[[], str]
 ) -> None:
     """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
-    Its last operation shows it: torch's loss functions, `mean` and `sum` record it; of a sum of several terms
-    those that are such a loss. Later scaling is not checked. `count` is None if it is not known on the host.
-    With `length`, `count` is a number of samples; a mean over their targets is then accepted if each sample
-    has as many as before, ignored ones left out.
+    Its last operation shows it: torch's loss functions, `mean` and `sum` record it. Later scaling is not
+    checked. `count` is None if it is not known on the host.
     """
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
         is_tensor = isinstance(loss, torch.Tensor)
@@ -162,12 +144,14 @@ def check_loss(
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
-    node = loss.grad_fn
-    kinds = {torch_private.attribute(f"{_NODE}._saved_reduction", term) for term in _terms(node)}
-    is_known_mean = _MEAN_REDUCTION in kinds and _SUM_REDUCTION not in kinds
-    is_known_sum = _SUM_REDUCTION in kinds and _MEAN_REDUCTION not in kinds
+    node, name = loss.grad_fn, type(loss.grad_fn).__name__
+    kind = torch_private.attribute(f"{_NODE}._saved_reduction", node)
+    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
     is_one = count is not None and count < 2  # over one sample, mean and sum are the same
-    if reduction == "sum" and not is_one and (is_known_mean or _is_plain_mean(node, count)):
+    is_mean = kind == _MEAN_REDUCTION or (
+        name.startswith("MeanBackward") and sizes is not None and sizes[:1] == (count,)
+    )
+    if reduction == "sum" and not is_one and is_mean:
         raise LossError(
             'the loss is a mean, and reduction="sum" was given.',
             where=where(),
@@ -175,98 +159,32 @@ def check_loss(
         )
     if reduction == "sum" or is_one:
         return
-    if is_known_sum or (reduction is None and _is_plain_sum(node, count)):
+    is_plain_sum = (
+        name.startswith("SumBackward")
+        and sizes is not None
+        and count is not None
+        and math.prod(sizes) >= count
+    )
+    if kind == _SUM_REDUCTION or (reduction is None and is_plain_sum):
         raise LossError(
             "the loss is a sum; `step.backward` takes the mean.",
             where=where(),
             fix='compute the mean over the samples (or tokens). Or say what the loss is: reduction="sum", or '
             'reduction="mean" if a sum has computed a mean.',
         )
-    _refuse_other_mean(node, count, where, length)
-
-
-def _terms(node: Any) -> list[Any]:
-    """The operations whose results a loss adds up; at most 16."""
-    terms = [node]
-    for each in terms:
-        if type(each).__name__ == "AddBackward0" and len(terms) < 16:
-            terms += [inner for inner, _ in each.next_functions]
-    return terms
-
-
-def warn_divided_mean(loss: torch.Tensor, ranks: int) -> None:
-    """Log once that a loss is a mean divided by the number of data ranks, as its last operation shows."""
-    node = loss.grad_fn
-    if ranks == 1 or node is None or type(node).__name__ != "DivBackward0":
-        return
-    divisor = torch_private.attribute(f"{_NODE}._saved_other", node)
-    inner = node.next_functions[0][0]
-    is_mean = type(inner).__name__.startswith("MeanBackward") or (
-        torch_private.attribute(f"{_NODE}._saved_reduction", inner) == _MEAN_REDUCTION
-    )
-    if is_mean and divisor is not None and divisor.device.type == "cpu" and divisor == ranks:
-        log.once(
-            f"the loss is a mean divided by {ranks}, and the job has {ranks} data ranks. `step.backward` "
-            f"takes the mean over all ranks: if {ranks} is the number of ranks, leave the division out."
-        )
-
-
-def _is_plain_mean(node: Any, count: int | None) -> bool:
-    """Whether the last operation is `mean()` over the samples."""
-    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    is_mean = type(node).__name__.startswith("MeanBackward")
-    return is_mean and sizes is not None and sizes[:1] == (count,)
-
-
-def _is_plain_sum(node: Any, count: int | None) -> bool:
-    """Whether the last operation is `sum()` over at least as many terms as there are samples."""
-    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    is_sum = type(node).__name__.startswith("SumBackward")
-    return is_sum and sizes is not None and count is not None and math.prod(sizes) >= count
-
-
-def _refuse_other_mean(
-    node: Any, count: int | None, where: Callable[[], str], length: SampleLength | None
-) -> None:
-    """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
-    if count is None:
-        return
     # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
-    if total is None or total.device.type != "cpu" or float(total) == 0.0:
+    if count is None or total is None or total.device.type != "cpu":
         return
-    why = "its targets are tokens, or have class weights, or some are ignored (ignore_index)."
-    targets = None if length is None else _targets_per_sample(node, count)
-    if length is not None and targets is not None and targets * count == float(total):
-        if length.targets is None:
-            length.targets = targets
-        if targets == length.targets:
-            return
-        why = (
-            f"its samples have {targets} targets each, and those of the first micro-batch"
-            f" {length.targets}, so a mean over the targets gives samples different weights."
-        )
-    elif float(total) == count:
-        return
-    raise LossError(
-        f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
-        where=where(),
-        why=why,
-        fix='use Training(..., count="tokens") and pass that total as count.',
-    )
-
-
-def _targets_per_sample(node: Any, count: int) -> int | None:
-    """The number of targets of each of `count` samples that a loss does not ignore; None if they differ."""
     targets = torch_private.attribute(f"{_NODE}._saved_target", node)
-    ignored = torch_private.attribute(f"{_NODE}._saved_ignore_index", node)
-    if targets is None or ignored is None or targets.numel() % count:
-        return None
-    # torch returns a negative index as an unsigned number of 64 bits.
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-    numbers = (targets.reshape(count, -1) != ignored).sum(1)
-    first = int(numbers[0])
-    return first if bool((numbers == first).all()) else None
+    # The same number of targets in each sample gives a multiple of the count.
+    if float(total) % count or (targets is not None and float(total) > targets.numel()):
+        raise LossError(
+            f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
+            where=where(),
+            why="its targets are tokens, or have class weights, or some are ignored (ignore_index).",
+            fix='use Training(..., count="tokens") and pass that total as count.',
+        )
 
 
 def check_count(
