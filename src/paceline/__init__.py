@@ -16,19 +16,12 @@ if TYPE_CHECKING:
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import CollectiveTimeout as CollectiveTimeout
     from paceline.errors import ConfigError as ConfigError
-    from paceline.errors import CountError as CountError
     from paceline.errors import DataError as DataError
-    from paceline.errors import Desync as Desync
-    from paceline.errors import EvaluationError as EvaluationError
-    from paceline.errors import GradientError as GradientError
-    from paceline.errors import LauncherError as LauncherError
     from paceline.errors import LaunchFailed as LaunchFailed
-    from paceline.errors import LossError as LossError
     from paceline.errors import NonFinite as NonFinite
     from paceline.errors import PacelineError as PacelineError
     from paceline.errors import PeerFailed as PeerFailed
     from paceline.errors import RankDisagreement as RankDisagreement
-    from paceline.errors import SampleError as SampleError
     from paceline.errors import SaveFailed as SaveFailed
     from paceline.errors import StepError as StepError
     from paceline.job.collectives import agree as agree
@@ -86,28 +79,22 @@ _HOMES = {
     "ConfigError": "paceline.errors",
     "connect_server": "paceline.parameter_server.client",
     "count_labels": "paceline.training.labels",
-    "CountError": "paceline.errors",
     "CSV": "paceline.metrics.csv_table",
     "DataError": "paceline.errors",
     "ddp": "paceline.parallel.ddp",
-    "Desync": "paceline.errors",
     "EarlyStopping": "paceline.training.callbacks",
     "evaluate": "paceline.training.evaluation",
     "Evaluation": "paceline.training.evaluation",
-    "EvaluationError": "paceline.errors",
     "Fit": "paceline.training.trainer",
     "fsdp": "paceline.parallel.fsdp",
     "gather": "paceline.job.collectives",
-    "GradientError": "paceline.errors",
     "Job": "paceline.job.job",
     "join": "paceline.job.job",
     "JSONLines": "paceline.metrics.json_lines",
-    "LauncherError": "paceline.errors",
     "LaunchFailed": "paceline.errors",
     "LearningRateMonitor": "paceline.training.callbacks",
     "load_weights": "paceline.training.state",
     "Logger": "paceline.metrics.logger",
-    "LossError": "paceline.errors",
     "Mesh": "paceline.job.mesh",
     "MLflow": "paceline.metrics.mlflow",
     "NonFinite": "paceline.errors",
@@ -122,7 +109,6 @@ _HOMES = {
     "PowerSGD": "paceline.parallel.compression",
     "Preempted": "paceline.job.preemption",
     "RankDisagreement": "paceline.errors",
-    "SampleError": "paceline.errors",
     "SaveFailed": "paceline.errors",
     "ServerClient": "paceline.parameter_server.client",
     "spawn": "paceline.launch.spawning",

@@ -2,20 +2,13 @@
 
     PacelineError
     |-- ConfigError (ValueError)     wrong input, found before anything starts
-    |   `-- LauncherError            environment variables that are partial or contradict themselves
     |-- LaunchFailed                 `paceline run` or `spawn` could not start or finish its ranks
-    |-- DataError
-    |   `-- SampleError              a dataset's `__getitem__` raised
-    |-- StepError                    the training loop is used wrongly (a forgotten backward, a break)
-    |   |-- LossError                the loss is not a scalar sum
-    |   `-- CountError               counts that are negative, wrong, or sum to 0
+    |-- DataError                    a dataset or a loader worker failed, or its samples cannot be used
+    |-- StepError                    the training loop or an evaluation is used wrongly
     |-- NonFinite                    NaN or infinity in a loss or gradient
-    |-- GradientError                parameters that would not be trained, or not equally
-    |-- EvaluationError              a validation that did not see each sample once
     |-- CheckpointError              a checkpoint that cannot be written or read
     |   `-- SaveFailed               the storage failed; exit code 74
-    |-- Desync                       replicas that are no longer equal; exit code 70
-    |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal
+    |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal; exit code 70
     |-- PeerFailed (RuntimeError)    another rank failed first, so this one cannot go on
     `-- CollectiveTimeout (RuntimeError)  a rank did not arrive in time
 
@@ -87,11 +80,7 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """Wrong input, found before anything starts."""
-
-
-class LauncherError(ConfigError):
-    """Environment variables of a launcher that are partial or contradict themselves (`variables`)."""
+    """Wrong input, found before anything starts (`variables`: those of a launcher, where they are wrong)."""
 
     attributes = ("variables",)
 
@@ -103,29 +92,29 @@ class LaunchFailed(PacelineError):
 
 
 class DataError(PacelineError):
-    """Data that cannot be trained on (`rank`, `worker`, `worker_exit_code` where known)."""
+    """A dataset or a loader worker failed, or its samples cannot be used.
 
-    attributes: ClassVar[tuple[str, ...]] = ("rank", "worker", "worker_exit_code")
+    Attributes:
+        sample, samples: Those that could not be read or collated.
+        rank, worker, worker_exit_code: Where it happened.
+        original: The error of the dataset.
+    """
 
-
-class SampleError(DataError):
-    """A dataset's `__getitem__` raised (`sample`, `samples`, `rank`, `worker`, `original`)."""
-
-    attributes = ("sample", "samples", "rank", "worker", "original")
+    attributes = ("sample", "samples", "rank", "worker", "worker_exit_code", "original")
 
 
 class StepError(PacelineError):
-    """The training loop is used wrongly (`step`)."""
+    """The training loop or an evaluation is used wrongly, such as a forgotten backward, a wrong loss,
+    or a parameter without a gradient.
 
-    attributes = ("step",)
+    Attributes:
+        step: The number of the step.
+        parameters: Those without a gradient, or with one that is not summed over ranks.
+        count: The count that is wrong.
+        seen: How many samples an evaluation has seen.
+    """
 
-
-class LossError(StepError):
-    """The loss is not a scalar sum."""
-
-
-class CountError(StepError):
-    """A count that is negative, does not fit the micro-batch, or a step whose counts sum to 0."""
+    attributes = ("step", "parameters", "count", "seen")
 
 
 class NonFinite(PacelineError):
@@ -134,22 +123,10 @@ class NonFinite(PacelineError):
     attributes = ("quantity", "step", "parameters", "ranks", "samples")
 
 
-class GradientError(PacelineError):
-    """Parameters that would not be trained, or not equally on all ranks (`parameters`)."""
-
-    attributes = ("parameters",)
-
-
-class EvaluationError(PacelineError):
-    """A validation that did not see each sample exactly once (`seen` where known)."""
-
-    attributes = ("seen",)
-
-
 class CheckpointError(PacelineError):
-    """A checkpoint that cannot be written or read (`path`, `parameter` where known)."""
+    """A checkpoint that cannot be written or read (`path`, `parameter`, `step` where known)."""
 
-    attributes: ClassVar[tuple[str, ...]] = ("path", "parameter", "step")
+    attributes = ("path", "parameter", "step")
 
 
 class SaveFailed(CheckpointError):
@@ -158,18 +135,18 @@ class SaveFailed(CheckpointError):
     exit_code = ExitCode.SAVE_FAILED
 
 
-class Desync(PacelineError):
-    """Replicas that are no longer equal (`parameter`, `differing`, `ranks` where known, `step`, `since`)."""
-
-    attributes = ("parameter", "differing", "ranks", "step", "since")
-
-    exit_code = ExitCode.DESYNC
-
-
 class RankDisagreement(PacelineError, RuntimeError):
-    """Ranks hold different values of what must be equal (`values`: one per rank)."""
+    """Ranks hold different values of what must be equal, such as an argument or the weights of replicas.
 
-    attributes = ("values",)
+    Attributes:
+        values: Of an argument; one per rank.
+        parameter, differing, ranks: The first weights that differ, how many do, and on which ranks.
+        step, since: When replicas were found to differ, and the last step in which they were equal.
+    """
+
+    attributes = ("values", "parameter", "differing", "ranks", "step", "since")
+
+    exit_code = ExitCode.RANKS_DIFFER
 
 
 class PeerFailed(PacelineError, RuntimeError):

@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     NOT_JUDGED = 3  # `paceline verify`: the script failed or cannot be judged
     DATA = 65  # EX_DATAERR
     UNAVAILABLE = 69  # EX_UNAVAILABLE: the rendezvous was lost
-    DESYNC = 70  # EX_SOFTWARE
+    RANKS_DIFFER = 70  # EX_SOFTWARE
     CANNOT_CREATE = 73  # EX_CANTCREAT
     SAVE_FAILED = 74  # EX_IOERR
     PREEMPTED = 75  # EX_TEMPFAIL: start the job again

@@ -20,7 +20,6 @@ from paceline.errors import (
     DataError,
     PacelineError,
     RankDisagreement,
-    SampleError,
 )
 from paceline.job.job import Job
 from paceline.testing import run_ranks
@@ -309,7 +308,7 @@ def _fail(job: Job, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_fails_names_its_rank(workers: int) -> None:
-    with pytest.raises(SampleError, match="sample 9") as caught:
+    with pytest.raises(DataError, match="sample 9") as caught:
         run_ranks(_fail, workers, nproc=2)
     assert caught.value.rank == 1
     assert caught.value.worker == (0 if workers else None)

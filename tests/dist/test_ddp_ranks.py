@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
+from paceline.errors import ConfigError, PeerFailed, RankDisagreement, StepError
 from paceline.job.job import Job
 from paceline.parallel.ddp import _refuse_unused
 from paceline.parallel.modules import broadcast_state, equalize_buffers, find_wrapper
@@ -239,12 +239,12 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
 
 def test_an_unused_parameter_is_named() -> None:
     for outcome in run_failing_ranks(_unused, (0, 1), False, {}, nproc=2):
-        assert isinstance(outcome.error, GradientError)
+        assert isinstance(outcome.error, StepError)
         assert outcome.error.parameters == ["heads.1.weight", "heads.1.bias"]
         assert "find_unused=True" in str(outcome.error)
     # On one rank: the ranks that wait for its gradients end too.
     outcomes = run_failing_ranks(_unused, (1,), False, {}, nproc=3)
-    assert isinstance(outcomes[1].error, GradientError)
+    assert isinstance(outcomes[1].error, StepError)
     for rank in (0, 2):
         error = outcomes[rank].error
         assert isinstance(error, PeerFailed)
@@ -252,7 +252,7 @@ def test_an_unused_parameter_is_named() -> None:
         assert "no gradient reached heads.1.weight, heads.1.bias" in str(error)
     # Unused in the last micro-batch only: all parameters have a gradient.
     for outcome in run_failing_ranks(_unused, (0, 1), True, {}, nproc=2):
-        assert isinstance(outcome.error, GradientError)
+        assert isinstance(outcome.error, StepError)
         assert outcome.error.parameters == []
         assert "direct cause" in outcome.text
 
@@ -271,7 +271,7 @@ def _check(job: Job) -> dict[str, Any]:
     ) -> list[str] | None:
         try:
             check_parameters(job, [model, *other], optimizers)
-        except GradientError as error:
+        except StepError as error:
             return list(error.parameters) if error.fix else None
         return None
 
@@ -386,7 +386,7 @@ def _facts(job: Job) -> dict[str, Any]:
     expanded.register_buffer("mask", torch.ones(2).expand(3, 2))
     with pytest.raises(ConfigError, match="'mask' was made by `expand`"):
         paceline.ddp(job, expanded)
-    with pytest.raises(GradientError) as unreached:
+    with pytest.raises(StepError) as unreached:
         _unreached(job)
     assert len(unreached.value.parameters) == 8
     assert _unused(job, (1,), False, {"find_unused": True}) == "both steps were done"

@@ -12,7 +12,7 @@ from small_trainings import backwards, make_data, refusals
 from torch import nn
 
 import paceline
-from paceline.errors import ConfigError, Desync
+from paceline.errors import ConfigError, RankDisagreement
 from paceline.testing import run_failing_ranks, run_ranks
 from paceline.training.desync import _sum
 
@@ -68,7 +68,7 @@ def test_a_changed_bit_is_found_and_named(
     tamper = {"step": 5, "ranks": ranks, "what": what}
     outcomes = run_failing_ranks(_drift, tamper, {"desync_every": 2}, nproc=nproc)
     for error in [outcome.error for outcome in outcomes]:
-        assert isinstance(error, Desync)
+        assert isinstance(error, RankDisagreement)
         named = ranks if majority else None
         assert (error.parameter, error.ranks, error.since, error.step) == (name, named, 4, 6)
         start = f"ranks hold different values of {name}: replicas"
@@ -90,7 +90,7 @@ def _drift_after_a_load(job: Any) -> None:
 
 def test_a_comparison_before_a_later_state_was_loaded_is_not_mentioned() -> None:
     for outcome in run_failing_ranks(_drift_after_a_load, nproc=2):
-        assert isinstance(outcome.error, Desync)
+        assert isinstance(outcome.error, RankDisagreement)
         assert "this is the first comparison after step 8" in str(outcome.error)
 
 
@@ -103,7 +103,7 @@ def _drift_before_a_save(job: Any, folder: str) -> None:
 
 def test_what_has_drifted_is_not_saved(tmp_path: Path) -> None:
     outcomes = run_failing_ranks(_drift_before_a_save, str(tmp_path), nproc=3)
-    assert [type(outcome.error) for outcome in outcomes] == [Desync] * 3
+    assert [type(outcome.error) for outcome in outcomes] == [RankDisagreement] * 3
     saved = [path.name for path in tmp_path.iterdir() if path.name.startswith("step-")]
     assert saved == ["step-2"]
 
@@ -157,7 +157,7 @@ def test_parts_of_sharded_tensors_are_compared_between_replicas() -> None:
     mesh = paceline.Mesh(dp_replicate=2, dp_shard=2)
     for found in run_ranks(_drifted_parts, nproc=4, mesh=mesh):
         kind, text = found["drift"]
-        assert kind == "Desync"
+        assert kind == "RankDisagreement"
         assert "ranks hold different values of 0.weight: replicas have drifted apart" in text
         assert "all were equal after step 2" in text
 

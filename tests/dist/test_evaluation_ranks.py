@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import paceline
-from paceline.errors import PeerFailed, SampleError
+from paceline.errors import DataError, PeerFailed
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -244,17 +244,17 @@ def _bad(job: Any, kind: str) -> None:
 
 
 WRONG = {
-    "vector": "EvaluationError",
-    "mean": "EvaluationError",
-    "bare": "EvaluationError",
-    "rows": "EvaluationError",
-    "tuple": "EvaluationError",
+    "vector": "StepError",
+    "mean": "StepError",
+    "bare": "StepError",
+    "rows": "StepError",
+    "tuple": "StepError",
     "empty": "ConfigError",
     "stream": "ConfigError",
-    "lengths": "EvaluationError",
-    "name": "EvaluationError",
-    "pairs": "EvaluationError",
-    "texts": "EvaluationError",
+    "lengths": "StepError",
+    "name": "StepError",
+    "pairs": "StepError",
+    "texts": "StepError",
 }
 
 
@@ -285,7 +285,7 @@ def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:
 
 def test_ranks_that_do_not_evaluate_are_named() -> None:
     outcomes = run_failing_ranks(_evaluate_on, [0], False, nproc=3)
-    assert isinstance(outcomes[0].error, paceline.EvaluationError)
+    assert isinstance(outcomes[0].error, paceline.StepError)
     assert "ranks 1 and 2 did not call `evaluate` at this point" in str(outcomes[0].error)
     assert "rank 0 of 3" in str(outcomes[0].error)
     assert "step 3" in str(outcomes[0].error)
@@ -312,7 +312,7 @@ def _evaluate_after_a_caught_error(job: Any) -> tuple[bool, list[float]]:
         if step.number == 2 and job.rank == 0:
             try:
                 paceline.evaluate(job, model, _data(9), _score)
-            except paceline.EvaluationError:
+            except paceline.StepError:
                 is_caught = True
         if step.number >= 3:
             found.append(paceline.evaluate(job, model, _data(9), _score).loss)
@@ -348,7 +348,7 @@ def _dropped(job: Any) -> dict[str, Any]:
         "loader": DataLoader(data, batch_size=4, collate_fn=_keep_even),
         "workers": DataLoader(data, batch_size=4, collate_fn=_keep_even, num_workers=1),
     }.items():
-        with pytest.raises(paceline.EvaluationError, match="4 samples has tensors of 2 rows") as e:
+        with pytest.raises(paceline.StepError, match="4 samples has tensors of 2 rows") as e:
             paceline.evaluate(job, _model(), loader, sums)
         found[where] = str(e.value)
     found["pairs"] = paceline.evaluate(
@@ -395,7 +395,7 @@ def _broken(job: Any) -> None:
 
 def test_a_sample_that_raises_is_named() -> None:
     outcomes = run_failing_ranks(_broken, nproc=2)
-    assert isinstance(outcomes[1].error, SampleError)
+    assert isinstance(outcomes[1].error, DataError)
     assert outcomes[1].error.sample == 5
     assert isinstance(outcomes[0].error, PeerFailed)
     assert "sample 5" in str(outcomes[0].error)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import CountError, LossError
+from paceline.errors import StepError
 from paceline.testing import run_ranks
 
 
@@ -77,7 +77,7 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
                     else:
                         step.backward(loss, count=len(targets), reduction="sum")
                 step.update()
-        except CountError:
+        except StepError:
             optimizer.seen.append([torch.full((1,), -1.0, dtype=dtype)])
         results.append([torch.cat([g.reshape(-1) for g in step]) for step in optimizer.seen])
         batches.close()
@@ -212,7 +212,7 @@ def _with_each_form(job: Any) -> dict[str, Any]:
     for form in FORMS:
         try:
             found[form] = _with_form(job, form, {})
-        except LossError:
+        except StepError:
             found[form] = "refused"
             job.settle()
     return found

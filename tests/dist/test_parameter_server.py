@@ -512,7 +512,7 @@ def test_wrong_requests(client: paceline.ServerClient) -> None:
         client.pull("users", torch.tensor([0], dtype=torch.int32))
     with pytest.raises(paceline.ConfigError, match="must be an int64 tensor, got list"):
         client.pull("users", [0, 1])  # type: ignore[arg-type]
-    with pytest.raises(paceline.GradientError, match="nothing to push"):
+    with pytest.raises(paceline.StepError, match="nothing to push"):
         client.push()
     (client.pull("users", torch.tensor([0])) * float("nan")).sum().backward()
     with pytest.raises(paceline.NonFinite, match="gradients of users have NaN"):

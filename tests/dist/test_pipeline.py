@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
-from paceline.errors import ConfigError, Desync, EvaluationError, LossError, StepError
+from paceline.errors import ConfigError, RankDisagreement, StepError
 from paceline.parallel.modules import PIPELINE
 from paceline.parallel.pipeline_stages import _partition
 from paceline.testing import run_ranks
@@ -963,7 +963,7 @@ LAST = {
     ),
     "no gradients": (ConfigError, "`forward` calls third without gradients"),
     "replaced": (ConfigError, "last was replaced after paceline.pipeline"),
-    "mean": (LossError, "the loss is a mean"),
+    "mean": (StepError, "the loss is a mean"),
     "distilled": (StepError, "called the model twice for one micro-batch"),
     "penalty": (StepError, "computes with third.weight, third.bias, last.weight, last.bias itself"),
     "cause": (RuntimeError, "an error of the user"),
@@ -991,7 +991,7 @@ def _drift(job: Any) -> None:
 
 
 def test_replicas_of_a_stage_are_compared() -> None:
-    with pytest.raises(Desync) as caught:
+    with pytest.raises(RankDisagreement) as caught:
         run_ranks(_drift, nproc=4, mesh=Mesh(pp=2, dp_replicate=2))
     assert (caught.value.parameter, caught.value.since) == ("head.weight", 2)
 
@@ -1037,7 +1037,7 @@ def _score_twice(job: Any) -> None:
 
 
 def test_a_score_calls_a_pipeline_once() -> None:
-    with pytest.raises(EvaluationError, match="the score called the model twice for one batch"):
+    with pytest.raises(StepError, match="the score called the model twice for one batch"):
         run_ranks(_score_twice, nproc=2, mesh=Mesh(pp=2))
 
 

@@ -35,8 +35,6 @@ from paceline.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    GradientError,
-    LossError,
     NonFinite,
     PeerFailed,
     StepError,
@@ -807,20 +805,20 @@ def _each(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 # Wrong use, and the error that every rank must get.
 WRONG = {
-    "mean": "LossError",
-    "mean of losses": "LossError",
-    "mean of tokens": "LossError",
-    "sum as mean": "LossError",
-    "total as mean": "LossError",
-    "class weights as mean": "LossError",
-    "ignored as mean": "LossError",
-    "reduction": "LossError",
-    "tokens as mean without a count": "CountError",
-    "vector": "LossError",
-    "constant": "LossError",
-    "count": "CountError",
-    "negative tokens": "CountError",
-    "zero tokens": "CountError",
+    "mean": "StepError",
+    "mean of losses": "StepError",
+    "mean of tokens": "StepError",
+    "sum as mean": "StepError",
+    "total as mean": "StepError",
+    "class weights as mean": "StepError",
+    "ignored as mean": "StepError",
+    "reduction": "StepError",
+    "tokens as mean without a count": "StepError",
+    "vector": "StepError",
+    "constant": "StepError",
+    "count": "StepError",
+    "negative tokens": "StepError",
+    "zero tokens": "StepError",
     "forgotten": "StepError",
     "twice": "StepError",
     "no update": "StepError",
@@ -844,9 +842,9 @@ WRONG = {
     "no optimizer": "ConfigError",
     "optimizer twice": "ConfigError",
     "flops": "ConfigError",
-    "late reduction": "LossError",
+    "late reduction": "StepError",
     "run that returns three": "StepError",
-    "vector as count": "CountError",
+    "vector as count": "StepError",
 }
 _LOSSES: dict[str, Any] = {
     "mean": _mean,
@@ -1063,7 +1061,7 @@ def test_a_mean_over_targets_of_samples_of_one_length_is_a_mean_over_samples(npr
 
 
 def test_a_mean_over_targets_is_refused_if_samples_ignore_different_numbers_of_them() -> None:
-    with pytest.raises(LossError, match="a mean over a total weight of 3, but the count is 2"):
+    with pytest.raises(StepError, match="a mean over a total weight of 3, but the count is 2"):
         run_ranks(_train_on_pairs, "mean", [0], nproc=1)
 
 
@@ -1110,9 +1108,9 @@ def _change(job: Any, kind: str) -> None:
 )
 def test_parameters_that_change_between_steps_are_named_at_once(kind: str) -> None:
     outcomes = run_failing_ranks(_change, kind, nproc=3)
-    named = [o.error for o in outcomes if isinstance(o.error, GradientError)]
+    named = [o.error for o in outcomes if isinstance(o.error, StepError)]
     assert named, outcomes[0].text
-    assert all(isinstance(o.error, (GradientError, PeerFailed)) for o in outcomes)
+    assert all(isinstance(o.error, (StepError, PeerFailed)) for o in outcomes)
     assert any("aside" in p or "extra" in p for p in named[0].parameters)
     assert "step 5" in str(named[0])
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +31,12 @@ from torch.utils.data import (
 
 import paceline
 from paceline import torch_private
-from paceline.clock.step_clock import DATA, clock
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
 from paceline.data.samples import Samples, rows_left
 from paceline.data.workers import Workers, _kill_all
-from paceline.errors import ConfigError, DataError, SampleError, StepError
+from paceline.errors import ConfigError, DataError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
 from paceline.machine import usable_cores
@@ -163,7 +161,7 @@ def test_loading_leaves_the_generators_of_the_training_alone(job: Job, dataset: 
         batches = Batches(job, dataset, global_batch=5, workers=workers)
         _everything(batches)
         batches.close()
-        with pytest.raises(SampleError):
+        with pytest.raises(DataError):
             _everything(Batches(job, Failing(), global_batch=5))
         assert torch.equal(torch.get_rng_state(), before[0])
         assert repr(np.random.get_state(legacy=False)) == repr(before[1])
@@ -298,32 +296,6 @@ def test_with_workers_the_micro_batches_of_a_step_are_read_in_time_or_not_at_all
     with pytest.raises(StepError, match="a later one was started"):
         next(third)
     batches.close()
-
-
-class Slow(Dataset[int]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return index
-
-
-class SlowStream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        for number in range(6):
-            time.sleep(0.01)
-            yield number
-
-
-@pytest.mark.parametrize("kind", [Slow, SlowStream])
-def test_the_clock_knows_how_long_workers_take(job: Job, kind: type) -> None:
-    clock.start()
-    clock.enter(DATA)
-    for step in Batches(job, kind(), global_batch=2, workers=2).iterate(START, epochs=1):
-        list(step)
-    assert clock.take().load_s >= 0.06
-    clock.stop()
 
 
 def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:
@@ -461,7 +433,7 @@ class Failing(Augmented):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_fails_is_named_with_rank_and_worker(job: Job, workers: int) -> None:
     batches = Batches(job, Failing(), global_batch=5, micro_batch=2, workers=workers)
-    with pytest.raises(SampleError, match=r"sample 4 .*ZeroDivisionError: broken file") as caught:
+    with pytest.raises(DataError, match=r"sample 4 .*ZeroDivisionError: broken file") as caught:
         _everything(batches)
     error = caught.value
     assert (error.sample, error.rank) == (4, 0)
@@ -486,7 +458,7 @@ class FailingOddly(Augmented):
 
 def test_an_error_that_cannot_be_sent_arrives_as_text(job: Job) -> None:
     batches = Batches(job, FailingOddly(), global_batch=5, workers=1)
-    with pytest.raises(SampleError, match="Unpicklable: locked") as caught:
+    with pytest.raises(DataError, match="Unpicklable: locked") as caught:
         _everything(batches)
     assert caught.value.original is None
     assert "raise Unpicklable" in caught.value.__notes__[0]
@@ -513,7 +485,7 @@ def test_samples_that_fail_together_are_named(
     batches = Batches(
         job, dataset, global_batch=3, shuffle=False, workers=workers, sample_randomness=False
     )
-    with pytest.raises(SampleError, match=f"samples 0, 1, 2 {text}") as caught:
+    with pytest.raises(DataError, match=f"samples 0, 1, 2 {text}") as caught:
         _everything(batches)
     assert caught.value.samples == [0, 1, 2]
 

@@ -22,7 +22,7 @@ from paceline.data.digest import digest
 from paceline.data.plan import Position
 from paceline.data.samples import ReadErrors
 from paceline.data.streams import End, Part, StreamPlan, StreamReader
-from paceline.errors import DataError, SampleError
+from paceline.errors import DataError
 from paceline.job.job import Job
 
 START = Position(7)
@@ -244,13 +244,13 @@ class Shapes(IterableDataset):  # type: ignore[type-arg]
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_fails_names_the_place(job: Job, workers: int) -> None:
     batches = Batches(job, Failing(), global_batch=2, workers=workers)
-    with pytest.raises(SampleError, match=r"sample 3 .*ZeroDivisionError: broken") as caught:
+    with pytest.raises(DataError, match=r"sample 3 .*ZeroDivisionError: broken") as caught:
         list(batches.iterate(START, epochs=1))
     assert caught.value.sample == 3
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     batches.close()
     ragged = Batches(job, Shapes(), global_batch=2, workers=workers)
-    with pytest.raises(SampleError, match="samples 0, 1 could not be collated"):
+    with pytest.raises(DataError, match="samples 0, 1 could not be collated"):
         list(ragged.iterate(START, epochs=1))
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from paceline.errors import LauncherError
+from paceline.errors import ConfigError
 from paceline.job.environment import RankInfo, read
 
 TORCHRUN = {
@@ -69,7 +69,7 @@ def test_only_what_names_a_job_is_its_key() -> None:
 
 def test_prterun_alone_is_refused_because_it_gives_no_world_size() -> None:
     prterun = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1@1"}
-    with pytest.raises(LauncherError, match="prterun"):
+    with pytest.raises(ConfigError, match="prterun"):
         read(prterun)
     assert read(prterun | OPEN_MPI).launcher == "mpi"
     assert read(prterun | TORCHRUN).launcher == "torchrun"
@@ -100,7 +100,7 @@ def test_openmpi_on_several_hosts_meets_on_the_host_of_mpirun(
     assert first.master is not None
     assert re.fullmatch(rf"{host}:295[0-5]\d", first.master)
     assert (last.master, last.job_key) == (first.master, first.job_key)
-    with pytest.raises(LauncherError, match="name only its own host, and rank 0 is on") as caught:
+    with pytest.raises(ConfigError, match="name only its own host, and rank 0 is on") as caught:
         on(0, 1)  # as with mpirun on a login node
     assert caught.value.variables == ["MASTER_ADDR", "MASTER_PORT"]
     assert "mpirun -x MASTER_ADDR=" in str(caught.value)
@@ -126,25 +126,25 @@ def test_openmpi_4_jobs_of_one_name_do_not_meet() -> None:
     ],
 )
 def test_variables_of_openmpi_that_name_no_host(names: dict[str, str]) -> None:
-    with pytest.raises(LauncherError, match="no name and no IPv4 address of its own host"):
+    with pytest.raises(ConfigError, match="no name and no IPv4 address of its own host"):
         read({**SEVERAL_HOSTS, **names})
 
 
 def test_the_user_names_the_address_of_mpi_ranks() -> None:
     named = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert read({**SEVERAL_HOSTS, **OPEN_MPI_4, **named}).master == "a:1"
-    with pytest.raises(LauncherError, match="mpirun -x MASTER_ADDR="):
+    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR="):
         read(SEVERAL_HOSTS)
     hydra = {**HYDRA, "PMI_SIZE": "4"}
     assert read({**hydra, **named}).master == "a:1"
-    with pytest.raises(LauncherError, match="mpirun -genv MASTER_ADDR <"):  # MPICH has no -x
+    with pytest.raises(ConfigError, match="mpirun -genv MASTER_ADDR <"):  # MPICH has no -x
         read(hydra)
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, OPEN_MPI, SLURM])
 @pytest.mark.parametrize(("host", "port"), [("", "29500"), ("10.0.0.1", "70000"), ("a", "-1")])
 def test_what_is_no_address_is_refused(launcher: dict[str, str], host: str, port: str) -> None:
-    with pytest.raises(LauncherError, match="are not an address"):
+    with pytest.raises(ConfigError, match="are not an address"):
         read({**launcher, "MASTER_ADDR": host, "MASTER_PORT": port})
 
 
@@ -171,7 +171,7 @@ def test_leftovers_of_an_outer_launcher_do_not_spoil_a_complete_set() -> None:
 def test_an_incomplete_set_is_refused_with_its_missing_name(
     whole: dict[str, str], missing: str
 ) -> None:
-    with pytest.raises(LauncherError, match=missing) as caught:
+    with pytest.raises(ConfigError, match=missing) as caught:
         read({name: value for name, value in whole.items() if name != missing})
     assert caught.value.variables == [missing]
 
@@ -180,7 +180,7 @@ def test_the_ranks_of_each_host_are_not_guessed() -> None:
     """With two hosts of two ranks, ranks 0 and 1 would take all four for ranks of one host."""
     by_hand = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     for rank in ("0", "1", "2", "3"):
-        with pytest.raises(LauncherError, match="LOCAL_WORLD_SIZE is not set") as caught:
+        with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is not set") as caught:
             read(by_hand | {"RANK": rank, "LOCAL_RANK": str(int(rank) % 2)})
         assert caught.value.variables == ["LOCAL_WORLD_SIZE"]
         assert read(
@@ -204,6 +204,6 @@ def test_the_ranks_of_each_host_are_not_guessed() -> None:
 def test_contradictions_are_refused(
     whole: dict[str, str], wrong: dict[str, str], variables: list[str]
 ) -> None:
-    with pytest.raises(LauncherError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read(whole | wrong)
     assert caught.value.variables == variables

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from paceline.errors import CheckpointError, EvaluationError, SampleError, SaveFailed, name_ranks
+from paceline.errors import CheckpointError, DataError, SaveFailed, StepError, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_ranks_are_named(ranks: list[int], text: str) -> None:
 
 
 def test_documented_attributes_are_none_if_they_are_not_known() -> None:
-    assert EvaluationError("no batch").seen is None
+    assert StepError("no batch").seen is None
     assert SaveFailed("no space", path="runs").step is None
     assert CheckpointError("damaged").parameter is None
-    error = pickle.loads(pickle.dumps(SampleError("broken", sample=3)))
+    error = pickle.loads(pickle.dumps(DataError("broken", sample=3)))
     assert (error.sample, error.worker) == (3, None)
     with pytest.raises(AttributeError, match="no attribute 'smaple'"):
         error.smaple  # noqa: B018

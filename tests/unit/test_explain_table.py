@@ -280,7 +280,7 @@ VERDICT = """paceline: rank 1 of 2 failed: killed by SIGKILL
   why:   a process sent SIGKILL. It was not the kernel: its count of out-of-memory kills did not change.
   fix:   start the same command again.
   rank 0 only followed: it lost its peer."""
-OWN_ERROR = """paceline.errors.EvaluationError: the evaluation saw 9 of 10 samples.
+OWN_ERROR = """paceline.errors.StepError: the evaluation saw 9 of 10 samples.
   where: rank 0 of 2, host n1
   why:   a sampler left one out.
   fix:   give evaluate the whole dataset."""
@@ -310,7 +310,7 @@ def test_an_error_of_paceline_is_shown_with_its_fix_and_once(
     lost = "paceline.errors.PeerFailed: rank 0 failed first.\n  why: it raised."
     error = f'Traceback (most recent call last):\n  File "x.py", line 1\n{OWN_ERROR}\n{lost}\n'
     log = "".join(prefix + line for line in error.splitlines(keepends=True))
-    verdict = "paceline: rank 0 of 2 failed: EvaluationError\n  where: rank 0\n"
+    verdict = "paceline: rank 0 of 2 failed: StepError\n  where: rank 0\n"
     code, out = _explained(tmp_path, capsys, f"loss 1.0\n{log}{log}bye\n{verdict}")
     assert (code, out) == (0, f"4: {OWN_ERROR}\n")
 

@@ -56,6 +56,8 @@ MAY_DEFER = {
     "report/page.py": "vl-convert-python is optional",
     "job/job.py": "DeviceMesh takes 0.1 s, and only jobs with a mesh need it",
     "machine.py": "psutil takes 20 ms, and only messages need it",
+    "job/devices.py": "the backend over mpi4py takes 10 ms, and only its jobs need it",
+    "metrics/report.py": "rich takes 30 ms, and only a progress bar needs it",
     "metrics/usage.py": "psutil takes 20 ms, and only runs with a report need it",
     "parallel/modules.py": "FSDP2 takes 0.5 s, and only sharded models need it",
     "training/trainer.py": "FSDP2 takes 0.5 s, and only split models need it",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.errors import LossError
+from paceline.errors import StepError
 from paceline.parallel.loss_graph import discard_gradients
 from paceline.training.weight import (
     as_sum,
@@ -44,7 +44,7 @@ LOSSES: dict[str, Any] = {
 def test_a_sum_is_not_taken_for_a_mean(kind: str) -> None:
     loss = LOSSES[kind]()
     if kind == "sum" or (kind.startswith("sum ") and "divided" not in kind):
-        with pytest.raises(LossError, match="the loss is a sum"):
+        with pytest.raises(StepError, match="the loss is a sum"):
             check_loss(loss, COUNT, None, str)
         check_loss(loss, COUNT, "sum", str)
     else:
@@ -53,14 +53,14 @@ def test_a_sum_is_not_taken_for_a_mean(kind: str) -> None:
 
 def test_a_mean_that_a_sum_has_computed_is_said() -> None:
     tasks = torch.stack([F.cross_entropy(OUT[:, i:], TARGETS) for i in range(4)]).sum()
-    with pytest.raises(LossError, match='reduction="mean" if a sum has computed a mean'):
+    with pytest.raises(StepError, match='reduction="mean" if a sum has computed a mean'):
         check_loss(tasks, 4, None, str)
     check_loss(tasks, 4, "mean", str)
 
 
 @pytest.mark.parametrize("kind", ["mean", "mean of squares", "mean of means"])
 def test_a_mean_is_not_taken_for_a_sum(kind: str) -> None:
-    with pytest.raises(LossError, match="the loss is a mean"):
+    with pytest.raises(StepError, match="the loss is a mean"):
         check_loss(LOSSES[kind](), COUNT, "sum", str)
 
 

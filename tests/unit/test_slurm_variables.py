@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError, LauncherError
+from paceline.errors import ConfigError
 from paceline.job import environment, slurm
 from paceline.job.slurm import TRUTH_TABLE, Meaning, Situation, expand_nodes
 from paceline.launch.options import read_options
@@ -98,7 +98,7 @@ SITUATIONS = [
 def _means(read: Any, variables: dict[str, str], part: Meaning) -> Meaning:
     try:
         return Meaning.ALONE if read(variables) is None else part
-    except LauncherError:
+    except ConfigError:
         return Meaning.REFUSED
 
 
@@ -171,7 +171,7 @@ def test_several_launchers_on_a_node_are_refused_with_the_right_lines(
 ) -> None:
     step.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
     step.setenv("SLURM_STEP_NUM_TASKS", "8")
-    with pytest.raises(LauncherError, match="8 launchers on 2 nodes") as caught:
+    with pytest.raises(ConfigError, match="8 launchers on 2 nodes") as caught:
         read_options(["train.py"])
     for line in ("--nodes=2", "--ntasks-per-node=1"):
         assert f"`#SBATCH {line}`" in caught.value.fix
@@ -194,7 +194,7 @@ def test_idle_nodes_of_an_allocation_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_heterogeneous_steps_are_refused_with_the_right_lines() -> None:
     for read in (slurm.read_node, environment.read):
-        with pytest.raises(LauncherError, match="heterogeneous") as caught:
+        with pytest.raises(ConfigError, match="heterogeneous") as caught:
             read(HETEROGENEOUS)
         assert caught.value.variables == ["SLURM_HET_SIZE"]
         assert "`#SBATCH --nodes=N`" in caught.value.fix
@@ -216,7 +216,7 @@ def test_heterogeneous_steps_are_refused_with_the_right_lines() -> None:
     ],
 )
 def test_contradictions(wrong: dict[str, str], variable: str) -> None:
-    with pytest.raises(LauncherError) as caught:
+    with pytest.raises(ConfigError) as caught:
         environment.read(PER_RANK | wrong)
     assert variable in caught.value.variables
 
@@ -242,5 +242,5 @@ def test_node_lists(text: str, nodes: list[str]) -> None:
     ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[5,3-1]", "n[1-]", "n[1-9999999]"],
 )
 def test_node_lists_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(LauncherError, match="is no list of nodes"):
+    with pytest.raises(ConfigError, match="is no list of nodes"):
         expand_nodes(text)

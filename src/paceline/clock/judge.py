@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, median_low
 from typing import Any
+
+import numpy as np
 
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
@@ -93,10 +94,10 @@ class _Steps:
         self.windows, self.run = windows, run
         self.ranks = range(windows[-1].num_ranks)
         self.spent_s = {
-            phase: [median(w.per_step(phase, rank) for w in windows) for rank in self.ranks]
+            phase: [_median([w.per_step(phase, rank) for w in windows]) for rank in self.ranks]
             for phase in PHASES
         }
-        self.step_s = fmean(sum(spent[r] for spent in self.spent_s.values()) for r in self.ranks)
+        self.step_s = sum(map(sum, self.spent_s.values())) / len(self.ranks)
 
     def is_long(self, seconds: float) -> bool:
         """Whether so many seconds in each step limit the run."""
@@ -111,11 +112,11 @@ def _slow_ranks(steps: _Steps) -> Iterator[Finding]:
     slowest = min(steps.ranks, key=lambda rank: waits_s[rank])
     # How much longer than the slowest rank at least half of the others wait, in each window.
     waited_s = sorted(
-        median_low(w.per_step("communication", rank) for rank in steps.ranks if rank != slowest)
+        _median_low([w.per_step("communication", rank) for rank in steps.ranks if rank != slowest])
         - w.per_step("communication", slowest)
         for w in steps.windows
     )
-    usual_s = median(waited_s)
+    usual_s = _median(waited_s)
     # A rank that is slow in most windows. Ranks that are slow in turn have both signs.
     is_steady = waited_s[len(waited_s) // 4] > usual_s / 2 > 0
     if not (is_steady and steps.is_long(usual_s)):
@@ -123,7 +124,7 @@ def _slow_ranks(steps: _Steps) -> Iterator[Finding]:
     slow = [rank for rank in steps.ranks if waits_s[rank] - waits_s[slowest] < usual_s / 2]
     others = [rank for rank in steps.ranks if rank not in slow]
     own = {phase: spent for phase, spent in steps.spent_s.items() if phase != "communication"}
-    others_s = {phase: median(spent[rank] for rank in others) for phase, spent in own.items()}
+    others_s = {phase: _median([spent[rank] for rank in others]) for phase, spent in own.items()}
     phase = max(own, key=lambda name: own[name][slowest] - others_s[name])
     if phase == "data":
         return  # `_data` names these ranks
@@ -181,7 +182,7 @@ def _communication(steps: _Steps) -> Iterator[Finding]:
     has_cores = run.get("cores", 1) >= run.get("local_world_size", len(steps.ranks))
     if len(steps.ranks) < 2 or not (is_ddp and has_cores):
         return
-    exposed_s = median(window.exposed_s for window in steps.windows)
+    exposed_s = _median([window.exposed_s for window in steps.windows])
     if not steps.is_long(exposed_s):
         return
     cure = "a larger global_batch with the same micro_batch, which is another training"
@@ -207,6 +208,14 @@ def _checkpoints(steps: _Steps) -> Iterator[Finding]:
             cure=_CURES["checkpoint"],
             share=share,
         )
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def _median_low(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _duration(seconds: float) -> str:

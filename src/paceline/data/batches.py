@@ -303,7 +303,7 @@ class Batches:
 
         Raises:
             ConfigError: `position` is beyond the end of the epoch, or `epochs` is not an integer >= 0.
-            SampleError, DataError: on this rank, while iterating.
+            DataError: on this rank, while iterating.
             StepError: a later call has started to iterate; with workers also: the micro-batches of a step are
                 read after those of a later step.
             RankDisagreement: the ranks read streams of different length.

@@ -28,7 +28,7 @@ from paceline.data.samples import (
     seed_globals,
 )
 from paceline.data.workers import ComputeThreads, Workers
-from paceline.errors import ConfigError, EvaluationError
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
@@ -70,7 +70,7 @@ class EvaluationBatches:
 
     Raises:
         ConfigError: sizes out of range, or the dataset is a stream or empty.
-        SampleError: the dataset or the collate function raised.
+        DataError: the dataset or the collate function raised.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class EvaluationStream:
         """Check that all ranks read the same batches; called after the iteration.
 
         Raises:
-            EvaluationError: on all ranks, if they differ, or there was none.
+            StepError: on all ranks, if they differ, or there was none.
 
         Collective: all ranks.
         """
@@ -236,14 +236,14 @@ class EvaluationStream:
             read = ", ".join(
                 f"{samples} samples by rank {r}" for r, (_, samples, _) in enumerate(each)
             )
-            raise EvaluationError(
+            raise StepError(
                 f"the ranks read different batches: {read}.",
                 why="of a stream or a loader every rank must read all batches, to score its share of them.",
                 fix="do not split the stream over ranks; shuffle it with the global generators, or with one "
                 "seed on all ranks.",
             )
         if not self.num_batches:
-            raise EvaluationError(
+            raise StepError(
                 "the stream or loader gave no batch.",
                 why="it is empty, or an iterator that was read before.",
                 fix="give an object that starts anew with each `iter()`.",
@@ -276,11 +276,11 @@ def num_rows(batch: Any) -> int:
     """The number of samples of a batch: the first dimension of its first tensor.
 
     Raises:
-        EvaluationError: it has no tensor with a dimension.
+        StepError: it has no tensor with a dimension.
     """
     rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
     if not rows:
-        raise EvaluationError(
+        raise StepError(
             f"the number of samples of a batch is not known: it is a {type(batch).__name__} without tensors.",
             fix="return tensors whose first dimension is the samples, from the loader's collate_fn.",
         )

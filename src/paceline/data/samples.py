@@ -1,7 +1,7 @@
 """Reads samples and collates them into a batch; the same code runs in this process and in loader workers.
 
 A front to a dataset's `__getitem__` (or `__getitems__`) and torch's `default_collate`. The tensors of a
-`TensorDataset` are indexed directly. An exception of the dataset becomes a `SampleError` that names the
+`TensorDataset` are indexed directly. An exception of the dataset becomes a `DataError` that names the
 sample.
 
 The randomness of a sample is the same on any rank and worker, in any micro-batch and after a restart. A
@@ -30,7 +30,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.errors import ConfigError, DataError, SampleError, listed, rank_location
+from paceline.errors import ConfigError, DataError, listed, rank_location
 from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
@@ -56,11 +56,11 @@ class ReadErrors:
         detail = "" if self.worker is None else f"loader worker {self.worker}"
         return rank_location(self.rank, self.world_size, detail=detail)
 
-    def not_read(self, ids: Sequence[int], error: Exception, why: str) -> SampleError:
+    def not_read(self, ids: Sequence[int], error: Exception, why: str) -> DataError:
         """The error for samples whose reading raised `error`."""
         return self._error(ids, error, "could not be read", why=why)
 
-    def not_collated(self, ids: Sequence[int], error: Exception) -> SampleError:
+    def not_collated(self, ids: Sequence[int], error: Exception) -> DataError:
         """The error for samples that were read but could not be collated."""
         return self._error(
             ids,
@@ -86,8 +86,8 @@ class ReadErrors:
                     sample=sample_id,
                 )
 
-    def _error(self, ids: Sequence[int], error: Exception, what: str, **text: str) -> SampleError:
-        return SampleError(
+    def _error(self, ids: Sequence[int], error: Exception, what: str, **text: str) -> DataError:
+        return DataError(
             f"{'sample' if len(ids) == 1 else 'samples'} {listed([*map(str, ids)])} {what}: "
             f"{type(error).__name__}: {error}",
             where=self.where(),
@@ -161,7 +161,7 @@ class Samples:
             pin: Put the rows of a dataset's tensors into pinned memory.
 
         Raises:
-            SampleError: the dataset or the collate function raised; the original error is its cause.
+            DataError: the dataset or the collate function raised; the original error is its cause.
         """
         if self.tensors is not None:
             return self._read_tensors(self.tensors, ids, pin)
@@ -242,7 +242,7 @@ class Samples:
         except Exception as error:
             raise self._not_read([sample_id], error) from error
 
-    def _not_read(self, id_list: list[int], error: Exception) -> SampleError:
+    def _not_read(self, id_list: list[int], error: Exception) -> DataError:
         why = f"`__getitem__` of {type(self._dataset).__name__} raised."
         return self.errors.not_read(id_list, error, why)
 

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.job import environment
-from paceline.mpi import group as mpi
-from paceline.mpi import world as mpi_world
 from paceline.shm import group as shm
 
 
@@ -85,7 +83,12 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
 def _over_mpi4py(part: str, info: environment.RankInfo) -> str:
     """A part of a backend string, with mpi4py's backend in place of one that this torch does not have."""
     device, colon, name = part.rpartition(":")
-    if name not in ("mpi", mpi.NAME) or (name == "mpi" and dist.is_mpi_available()):
+    if "mpi" not in name or (name == "mpi" and dist.is_mpi_available()):
+        return part
+    from paceline.mpi import group as mpi
+    from paceline.mpi import world as mpi_world
+
+    if name not in ("mpi", mpi.NAME):
         return part
     mpi.register()
     if info.world_size > 1:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.errors import LauncherError
+from paceline.errors import ConfigError
 from paceline.job import slurm
 from paceline.job.network import is_loopback
 
@@ -59,7 +59,7 @@ def read(environ: Mapping[str, str]) -> RankInfo:
     """Read the environment of this process.
 
     Raises:
-        LauncherError: a set of variables is incomplete, malformed, or contradicts itself.
+        ConfigError: a set of variables is incomplete, malformed, or contradicts itself.
     """
     for names in (OPEN_MPI, HYDRA):
         _refuse_partial(environ, names, names[:2])
@@ -73,7 +73,7 @@ def read(environ: Mapping[str, str]) -> RankInfo:
         return _refuse_contradiction(environ, _slurm(environ, step))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if "PRTE_LAUNCHED" in environ and "PMIX_RANK" in environ:
-        raise LauncherError(
+        raise ConfigError(
             "prterun started this process, which sets PMIX_RANK but no world size.",
             why="each rank would train alone.",
             fix="start with mpirun of OpenMPI 5, which runs prterun and sets OMPI_COMM_WORLD_SIZE.",
@@ -93,7 +93,7 @@ def _refuse_partial(
         or slurm.situation(environ) is not slurm.Situation.NO_STEP
     )
     if missing and any(name in environ for name in required_by) and not inner:
-        raise LauncherError(
+        raise ConfigError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "
             f"{', '.join(missing)} missing.",
             fix="start with `paceline run`, torchrun, mpirun or srun; or unset "
@@ -107,7 +107,7 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     local_rank = _integer(environ, "LOCAL_RANK")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and world_size > 1:
-        raise LauncherError(
+        raise ConfigError(
             f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: the ranks cannot meet.",
             fix="start with `paceline run` or torchrun, or set them to the host and a free port of "
             "rank 0.",
@@ -120,7 +120,7 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
         local_world_size = world_size  # the user set the variables, and all ranks are on this host
     else:
         # A guess from one rank's variables could differ between ranks, which then hang.
-        raise LauncherError(
+        raise ConfigError(
             "LOCAL_WORLD_SIZE is not set, and MASTER_ADDR may be the address of another host.",
             why="all ranks must know how many of them are on each host.",
             fix="start with `paceline run` or torchrun; or set LOCAL_WORLD_SIZE to the number of ranks on "
@@ -182,7 +182,7 @@ def _hydra(environ: Mapping[str, str]) -> RankInfo:
     return info
 
 
-def _unknown_host(why: str, *, option: str) -> LauncherError:
+def _unknown_host(why: str, *, option: str) -> ConfigError:
     """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0.
 
     Args:
@@ -192,7 +192,7 @@ def _unknown_host(why: str, *, option: str) -> LauncherError:
         option.format("MASTER_ADDR", "<host of rank 0>"),
         option.format("MASTER_PORT", 29500),
     )
-    return LauncherError(
+    return ConfigError(
         "MPI ranks on several hosts do not know the host of rank 0.",
         why=why,
         fix=f"mpirun {address} {port} ...",
@@ -249,7 +249,7 @@ def _slurm(environ: Mapping[str, str], step: slurm.SlurmStep) -> RankInfo:
 def _named_master(environ: Mapping[str, str]) -> str | None:
     have = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
     if len(have) == 1:
-        raise LauncherError(
+        raise ConfigError(
             f"{have[0]} is set, but not the other of MASTER_ADDR and MASTER_PORT; set both or none.",
             variables=["MASTER_ADDR", "MASTER_PORT"],
         )
@@ -257,7 +257,7 @@ def _named_master(environ: Mapping[str, str]) -> str | None:
         return None
     host, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
     if not host or not 0 <= port < 1 << 16:
-        raise LauncherError(
+        raise ConfigError(
             f"MASTER_ADDR={host!r} and MASTER_PORT={port} are not an address.",
             fix="set them to the host of rank 0, and a port from 1 to 65535 that is free there.",
             variables=["MASTER_ADDR", "MASTER_PORT"],
@@ -271,7 +271,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None = Non
     try:
         return int(environ[name])
     except ValueError:
-        raise LauncherError(
+        raise ConfigError(
             f"{name}={environ[name]!r} is not a whole number.", variables=[name]
         ) from None
 
@@ -283,7 +283,7 @@ def _checked(info: RankInfo, names: tuple[str, ...]) -> RankInfo:
         and 0 <= info.local_rank < info.local_world_size <= info.world_size
     )
     if not ok:
-        raise LauncherError(
+        raise ConfigError(
             f"the launcher's variables contradict each other: rank {info.rank} of "
             f"{info.world_size}, local rank {info.local_rank} of {info.local_world_size}.",
             fix=f"check {', '.join(names)}; unset those that an outer launcher set.",
@@ -296,7 +296,7 @@ def _refuse_contradiction(environ: Mapping[str, str], info: RankInfo) -> RankInf
     """Refuse RANK or WORLD_SIZE, which some scripts export, if they contradict the launcher."""
     for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
         if name in environ and _integer(environ, name) != value:
-            raise LauncherError(
+            raise ConfigError(
                 f"{name}={environ[name]} contradicts the {info.launcher} launcher, which gives "
                 f"{value}.",
                 fix=f"unset {name}, or set all of torchrun's variables.",

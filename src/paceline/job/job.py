@@ -343,7 +343,7 @@ def join(
             split over all ranks.
 
     Raises:
-        LauncherError: the launcher's variables are incomplete or contradict each other.
+        ConfigError: the launcher's variables are incomplete or contradict each other.
         ConfigError: this host has no such device or backend, two ranks share one GPU, or this process
             has joined a job already, or has a process group.
         RankDisagreement: the seeds of the ranks differ.

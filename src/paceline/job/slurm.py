@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.errors import LauncherError
+from paceline.errors import ConfigError
 
 PORTS = (29500, 29550)
 # All of these are set in a step. Some are set in the script of `sbatch` too.
@@ -78,7 +78,7 @@ def situation(environ: Mapping[str, str]) -> Situation:
     """The row of `TRUTH_TABLE` for a process with these variables.
 
     Raises:
-        LauncherError: a variable cannot be read.
+        ConfigError: a variable cannot be read.
     """
     step = environ.get("SLURM_STEP_ID", "")
     in_step = all(name in environ for name in NEEDED) and step.isdigit()
@@ -104,14 +104,14 @@ def read_node(environ: Mapping[str, str]) -> SlurmStep | None:
     """The place of a launcher; None if it is no task of a step, so that its job has one node.
 
     Raises:
-        LauncherError: srun has started several launchers on a node, or the variables are contradictory.
+        ConfigError: srun has started several launchers on a node, or the variables are contradictory.
     """
     found = situation(environ)
     meaning = TRUTH_TABLE[found][0]
     if meaning is Meaning.REFUSED:
         _refuse_heterogeneous(found)
         tasks = _tasks(environ)
-        raise LauncherError(
+        raise ConfigError(
             f"srun has started {sum(tasks)} launchers on {_nodes(len(tasks))}.",
             where=f"Slurm job {environ['SLURM_JOB_ID']}, step {environ['SLURM_STEP_ID']}",
             why="`paceline run` is started once on each node, and starts the ranks of the node itself. An "
@@ -130,7 +130,7 @@ def read_rank(environ: Mapping[str, str]) -> SlurmStep | None:
     """The place of a script that srun has started; None if it is no task of a step.
 
     Raises:
-        LauncherError: a heterogeneous step, or contradictory variables.
+        ConfigError: a heterogeneous step, or contradictory variables.
     """
     found = situation(environ)
     _refuse_heterogeneous(found)
@@ -149,7 +149,7 @@ def expand_nodes(text: str) -> list[str]:
     """Expand a node list of Slurm: "a[1-3,07]b[1-2],c" gives a1b1, a1b2, a2b1, ..., a07b2, c.
 
     Raises:
-        LauncherError: the list is empty, or cannot be read.
+        ConfigError: the list is empty, or cannot be read.
     """
     names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     try:
@@ -157,7 +157,7 @@ def expand_nodes(text: str) -> list[str]:
     except ValueError:
         nodes = []
     if not nodes or ",".join(names) != text:
-        raise LauncherError(
+        raise ConfigError(
             f"SLURM_STEP_NODELIST={text!r} is no list of nodes.",
             fix="unset it if you set it; srun sets it in each step.",
             variables=["SLURM_STEP_NODELIST"],
@@ -186,7 +186,7 @@ def _step(environ: Mapping[str, str]) -> SlurmStep:
     size, node_rank = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NODEID", 0)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", len(tasks))
     if not node_rank < len(tasks) == nodes or sum(tasks) != size:
-        raise LauncherError(
+        raise ConfigError(
             f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE')!r} does not fit "
             f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_NUM_NODES={nodes} and SLURM_NODEID={node_rank}.",
             why="some of them are those of another step, of a shell, or were set by a script.",
@@ -199,7 +199,7 @@ def _step(environ: Mapping[str, str]) -> SlurmStep:
         names = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
         host = names[0]
         if len(names) != nodes:
-            raise LauncherError(
+            raise ConfigError(
                 f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} has {_nodes(len(names))}, and "
                 f"the step has {nodes}.",
                 why="it is that of another step, or a script has set it.",
@@ -227,7 +227,7 @@ def _tasks(environ: Mapping[str, str]) -> tuple[int, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            raise LauncherError(
+            raise ConfigError(
                 f"{name}={text!r} cannot be read.",
                 fix="unset it if you set it; srun sets it in each step.",
                 variables=[name],
@@ -239,13 +239,13 @@ def _tasks(environ: Mapping[str, str]) -> tuple[int, ...]:
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdigit():
-        raise LauncherError(f"{name}={text!r} is not a whole number.", variables=[name])
+        raise ConfigError(f"{name}={text!r} is not a whole number.", variables=[name])
     return int(text)
 
 
 def _refuse_heterogeneous(found: Situation) -> None:
     if found is Situation.HETEROGENEOUS:
-        raise LauncherError(
+        raise ConfigError(
             "this is a step of a heterogeneous Slurm job.",
             why="its components may have other nodes and GPUs, and all ranks need the same ones.",
             fix="use one kind of node: `#SBATCH --nodes=N` without `#SBATCH hetjob`, and `srun` without `:`.",

@@ -159,7 +159,7 @@ def parser() -> CommandParser:
             "--on-hang end; or the script is not valid Python",
             ExitCode.USAGE: "the command line is wrong",
             ExitCode.UNAVAILABLE: "the rendezvous was lost: start the job again",
-            ExitCode.DESYNC: "replicas drifted apart",
+            ExitCode.RANKS_DIFFER: "ranks disagree, or replicas drifted apart",
             ExitCode.SAVE_FAILED: "the last save failed",
             ExitCode.PREEMPTED: "preempted: start the job again",
             ExitCode.INTERRUPTED: "interrupted with Ctrl-C",

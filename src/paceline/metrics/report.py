@@ -25,7 +25,6 @@ from paceline.metrics.clock_file import ClockFile
 from paceline.metrics.earlier_run import keep_earlier
 from paceline.metrics.json_lines import METRICS, OWN_NAMES, JSONLines, write_line
 from paceline.metrics.logger import BackgroundLogger, Logger, close_all
-from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
 from paceline.metrics.usage import GPU_BUSY, GPU_MEMORY, Usage
@@ -47,7 +46,7 @@ class Report:
         self._reduced: dict[int, dict[str, tuple[str, Any]]] = {}
         self._lines: JSONLines | None = None
         self._loggers: list[BackgroundLogger] = []
-        self._progress: Progress | None = None
+        self._progress: Any = None  # a `Progress`; rich, which it imports, takes 30 ms
         self._flops: float | None = None
         self._unit = "samples"
         self._began = time.perf_counter()  # `time_s` counts from here
@@ -100,6 +99,8 @@ class Report:
             self._lines = JSONLines(path)
             self._clock_file.open(path.with_name(record.FILE))
         if progress:
+            from paceline.metrics.progress import Progress
+
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
         self._flops = flops

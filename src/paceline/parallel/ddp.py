@@ -21,7 +21,7 @@ from paceline import torch_private
 from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, num_micro_batches
-from paceline.errors import ConfigError, GradientError
+from paceline.errors import ConfigError, StepError
 from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
@@ -310,7 +310,7 @@ def _refuse_unused(
     the last backward of each step and takes about a microsecond.
 
     Raises:
-        GradientError: names them (`parameters`); torch's own error, if any, is its cause.
+        StepError: names them (`parameters`); torch's own error, if any, is its cause.
     """
     cause: RuntimeError | None = None
     check = torch_private.find("torch.distributed.Reducer._check_reducer_finalized")
@@ -332,7 +332,7 @@ def _refuse_unused(
         fix += " One loss that serves several optimizers: step.backward(loss) without optimizer=."
     if names:
         raise unreached_error(job, names, why=why, fix=fix) from cause
-    raise GradientError(
+    raise StepError(
         "the last backward of the step did not use all parameters that earlier ones used.",
         where=job.where(),
         why=why,

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
-from paceline.errors import ConfigError, GradientError, listed
+from paceline.errors import ConfigError, StepError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.machine import format_bytes, read_memory
@@ -489,8 +489,8 @@ class FSDPStrategy(Strategy):
         for name, value in unwrap(model).state_dict().items():
             yield name, _whole(value) if isinstance(value, torch.Tensor) else value
 
-    def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:
-        return GradientError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
+    def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> StepError:
+        return StepError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

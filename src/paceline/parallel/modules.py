@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline import log
-from paceline.errors import ConfigError, GradientError, RankDisagreement, StepError, listed
+from paceline.errors import ConfigError, RankDisagreement, StepError, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
@@ -387,10 +387,10 @@ def owned_parameters(*optimizers: Optimizer) -> list[torch.Tensor]:
     ]
 
 
-def unreached_error(job: Job, names: Sequence[str], *, why: str, fix: str) -> GradientError:
+def unreached_error(job: Job, names: Sequence[str], *, why: str, fix: str) -> StepError:
     """What a strategy raises if a step gave some parameters no gradient."""
     what = f"no gradient reached {listed(names)}."
-    return GradientError(what, where=job.where(), why=why, fix=fix, parameters=names)
+    return StepError(what, where=job.where(), why=why, fix=fix, parameters=names)
 
 
 def warn_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

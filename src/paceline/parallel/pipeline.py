@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
-from paceline.errors import ConfigError, GradientError
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import (
@@ -139,7 +139,7 @@ class PipelineStrategy(Strategy):
         foreign = {id(p) for p in owned_parameters(*self._optimizers)}
         foreign -= {id(p) for p in model.parameters()}
         if foreign:
-            raise GradientError(
+            raise StepError(
                 f"the optimizer holds {len(foreign)} parameters that are not in this stage.",
                 where=self._job.where(),
                 why="an optimizer made before the split holds the parameters of all stages.",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep
-from paceline.errors import GradientError, listed
+from paceline.errors import StepError, listed
 from paceline.job.job import Job
 from paceline.parallel.compression import Compression
 from paceline.parallel.modules import (
@@ -124,7 +124,7 @@ def check_parameters(
     """Refuse parameters whose gradients are not summed over ranks; warn about untrained ones.
 
     Raises:
-        GradientError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
+        StepError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
     """
     if job.data.size > 1:
         wrappers = [w for w in map(find_wrapper, models) if w is not None]
@@ -160,7 +160,7 @@ def _refuse_unknown(
             "call paceline.ddp(...) when all parameters are in the model and unfrozen, and give the result "
             "to Training. To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
         )
-    raise GradientError(
+    raise StepError(
         f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
         where=job.where(),
         why=why,
@@ -172,7 +172,7 @@ def _refuse_unknown(
 def _refuse_frozen(job: Job, wrapper: DistributedDataParallel) -> None:
     frozen = [name for name, p in known_parameters(wrapper) if not p.requires_grad]
     if frozen and not wrapper.find_unused_parameters:
-        raise GradientError(
+        raise StepError(
             f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
             where=job.where(),
             why="DDP waits for each parameter that was trainable when it wrapped the model.",

@@ -39,7 +39,7 @@ from torch.distributed.pipelining.schedules import (
 
 from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.device import copy_tensors, tensors_of
-from paceline.errors import EvaluationError, StepError, listed
+from paceline.errors import StepError, listed
 from paceline.job.job import Job
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import NoOutputOnThisStage, enclosing
@@ -339,7 +339,7 @@ class StageRunner:
                 fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",
             )
         if self.calls_left == 0:
-            raise EvaluationError(
+            raise StepError(
                 "the score called the model twice for one batch.",
                 where=self._job.where(),
                 why="ranks without the last stage cannot follow: for them a score ends at the first call.",

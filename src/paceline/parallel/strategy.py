@@ -111,7 +111,7 @@ class Strategy:
         Called before the first step and at the start of each epoch.
 
         Raises:
-            GradientError: parameters that each rank would train alone, or that no rank can train.
+            StepError: parameters that each rank would train alone, or that no rank can train.
         """
         for model in self._models:
             warn_untrained(model, self._optimizers)
@@ -168,7 +168,7 @@ class Strategy:
         """Complete the sums over ranks of an optimizer's gradients, after its last backward.
 
         Raises:
-            GradientError: a parameter got no gradient, or one that is not summed over ranks.
+            StepError: a parameter got no gradient, or one that is not summed over ranks.
         """
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -20,7 +20,6 @@ from paceline.errors import (
     CheckpointError,
     CollectiveTimeout,
     ConfigError,
-    GradientError,
     NonFinite,
     PacelineError,
     PeerFailed,
@@ -152,13 +151,13 @@ class ServerClient:
         called several times. What was pulled and got no gradient is not sent.
 
         Raises:
-            GradientError: nothing that was pulled has a gradient.
+            StepError: nothing that was pulled has a gradient.
             NonFinite: a gradient has NaN or infinity. Nothing was sent.
         """
         pulled, self._pulled = self._pulled, []
         used = [each for each in pulled if each[2].grad is not None]
         if not used:
-            raise GradientError(
+            raise StepError(
                 "nothing to push: no pulled value has a gradient.",
                 fix="call client.pull, compute the loss from its result, and call backward before push.",
                 parameters=[name for name, _, _ in pulled],

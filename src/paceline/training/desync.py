@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from paceline.errors import Desync, name_ranks
+from paceline.checkpoint.layout import is_sharded, local
+from paceline.errors import RankDisagreement, name_ranks
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
@@ -72,7 +72,7 @@ class ReplicaCheck:
         """Compare if it is due after this step. All ranks call it.
 
         Raises:
-            Desync: on all ranks.
+            RankDisagreement: on all ranks.
         """
         if self._is_off:
             return
@@ -88,7 +88,7 @@ class ReplicaCheck:
         """Compare now, unless this step was compared already. All ranks call it.
 
         Raises:
-            Desync: on all ranks, naming tensor and ranks.
+            RankDisagreement: on all ranks, naming tensor and ranks.
         """
         if self._is_off or self._equal_step in (step, None):
             return
@@ -115,10 +115,12 @@ class ReplicaCheck:
                 for key, value in trained.optimizer.state.get(p, {}).items():
                     found[f"{key} of {name}"] = value
         whole = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
-        parts = {n: t.to_local() for n, t in found.items() if isinstance(t, DTensor)}
+        parts = {n: local(t) for n, t in found.items() if is_sharded(t)}
         return _digests(whole), _digests(parts)
 
-    def _desync_error(self, step: int, digests: dict[str, int], replicas: Sequence[int]) -> Desync:
+    def _desync_error(
+        self, step: int, digests: dict[str, int], replicas: Sequence[int]
+    ) -> RankDisagreement:
         gathered = collectives.gather(self._job, digests)
         all_digests = [gathered[rank] for rank in replicas]
         names = list(dict.fromkeys(name for each in all_digests for name in each))
@@ -140,7 +142,7 @@ class ReplicaCheck:
         if self._was_compared:
             cure = f"resume from a checkpoint of step {since} or before"
             known = f"all were equal after step {since}; since then "
-        return Desync(
+        return RankDisagreement(
             f"{what} {name}{more}: replicas have drifted apart.",
             where=self._job.where(step=step),
             why=f"{known}something changed them on some ranks alone: a forward that did not go through the "

@@ -27,7 +27,7 @@ from paceline.data.evaluation import (
     batches_to_evaluate,
 )
 from paceline.data.samples import Collate, rows_left, split_batch
-from paceline.errors import ConfigError, EvaluationError
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -65,7 +65,7 @@ class Evaluation:
         self.num_samples = num_samples
         self.values = values
         if taken := sorted(self.__dict__.keys() & values.keys()):
-            raise EvaluationError(
+            raise StepError(
                 f"a result is named {taken[0]!r}, which is an attribute of each evaluation.",
                 fix="give it another name.",
             )
@@ -145,10 +145,10 @@ def evaluate(
         The results, equal on all ranks.
 
     Raises:
-        EvaluationError: not every sample was evaluated once, the collate function dropped samples of a sum,
+        StepError: not every sample was evaluated once, the collate function dropped samples of a sum,
             a result is a mean, the results cannot be added, or a rank ends the step without calling
             `evaluate`.
-        SampleError: the dataset's `__getitem__` raised.
+        DataError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
     Collective: all ranks, same arguments.
@@ -181,7 +181,7 @@ def evaluate(
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
     if mean := next((each.mean for each in results if each.mean), ""):
-        raise EvaluationError(
+        raise StepError(
             f"the score returned a mean of each batch: {mean}.",
             why="it is added over all batches and divided by the number of samples.",
             fix='return a sum, such as cross_entropy(..., reduction="sum"), or a pair (sum, count).',
@@ -232,9 +232,9 @@ def parts(
     Raises:
         ConfigError: the model is split over ranks (`fsdp`, `tensor_parallel`, `pipeline`), so that each
             forward needs all ranks.
-        EvaluationError: another rank ends the step without calling `parts`, or ranks read different
+        StepError: another rank ends the step without calling `parts`, or ranks read different
             streams.
-        SampleError: the dataset's `__getitem__` raised.
+        DataError: the dataset's `__getitem__` raised.
 
     Collective: all ranks, same arguments; they read all batches, or all break off.
     """
@@ -269,7 +269,7 @@ def _meet(job: Job, call: str) -> None:
         call,
         None,
         action=f"call `{call}` at this point",
-        error=EvaluationError,
+        error=StepError,
         why="each rank evaluates its share of the samples, and waits for the results of the others.",
         fix=f"call `{call}` on every rank, not under `if job.rank == 0:`, and print on one.",
     )
@@ -365,7 +365,7 @@ def _find_mean(
 
 def _by_name(results: Any) -> dict[str, Any]:
     if not isinstance(results, Mapping):
-        raise EvaluationError(
+        raise StepError(
             f"the score must return its results by name, got {type(results).__name__}.",
             fix='return {"accuracy": (logits.argmax(1) == y).sum()}, a sum over the samples of the batch.',
         )
@@ -415,7 +415,7 @@ def _refuse_dropped_samples(each: EvaluationBatch, results: Mapping[str, Any]) -
     rows = rows_left(each.batch, each.count)
     summed = [name for name, value in results.items() if not isinstance(value, tuple)]
     if rows is not None and summed:
-        raise EvaluationError(
+        raise StepError(
             f"a batch of {each.count} samples has tensors of {rows} rows, but the sum {summed[0]!r} "
             "is divided by the number of samples.",
             why="the collate function drops samples.",
@@ -425,7 +425,7 @@ def _refuse_dropped_samples(each: EvaluationBatch, results: Mapping[str, Any]) -
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
-        raise EvaluationError(
+        raise StepError(
             f"the score must return the arguments of metric {name!r} as a tuple, got "
             f"{type(value).__name__}.",
             fix=f'return {{"{name}": (predictions, targets), ...}}',
@@ -437,7 +437,7 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != count:
         is_tensor = isinstance(value, torch.Tensor)
         got = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-        raise EvaluationError(
+        raise StepError(
             f"{name!r} must have one row for each of the {count} samples, got {got}.",
             fix="return a tensor whose first dimension is the samples of the batch.",
         )
@@ -452,7 +452,7 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, tuple[float, float | 
         for name, value in results.items():
             total, count = value if isinstance(value, tuple) else (value, None)
             if isinstance(total, torch.Tensor) and total.numel() != 1:
-                raise EvaluationError(
+                raise StepError(
                     f"{name!r} must be a sum, got shape {tuple(total.shape)}.",
                     fix=f'sum it, or pass metrics={{"{name}": "rows"}}.',
                 )
@@ -468,7 +468,7 @@ def _add_up(
     seen_batches = sorted(tuple(pair) for each in results for pair in each.batches)
     seen = sum(count for _, count in seen_batches)
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
-        raise EvaluationError(
+        raise StepError(
             f"{seen} samples were evaluated, the dataset holds {num_samples}.",
             where=job.where(),
             why="the ranks may hold datasets of different lengths.",
@@ -478,7 +478,7 @@ def _add_up(
     sums = [numbers for each in results for numbers in each.sums]
     names = list(sums[0])
     if any(set(numbers) != set(names) for numbers in sums):
-        raise EvaluationError(
+        raise StepError(
             "the score returned different names for different batches.",
             fix="return the same names for every batch.",
         )
@@ -488,13 +488,13 @@ def _add_up(
         total = collectives.exact_sum(totals)
         own_counts = [count for count in counts if count is not None]
         if 0 < len(own_counts) < len(sums):
-            raise EvaluationError(
+            raise StepError(
                 f"the score returned {name!r} with a count for some batches, and without for others.",
                 fix="return the same form for every batch.",
             )
         count = collectives.exact_sum(own_counts) if own_counts else float(num_samples)
         if count == 0:
-            raise EvaluationError(
+            raise StepError(
                 f"the counts of {name!r} sum to 0.",
                 fix="check the counts that the score returns, or the masks of the dataset.",
             )
@@ -506,12 +506,12 @@ def _merge_rows(job: Job, own: list[torch.Tensor], results: list[_RankResults]) 
     """The rows of all samples, in their order, on the CPU; `own` has those of each batch of this rank.
 
     Raises:
-        EvaluationError: on all ranks, if dtypes or shapes of rows differ.
+        StepError: on all ranks, if dtypes or shapes of rows differ.
     """
     (pieces,) = _merge_lists([_gather_lists(job, own, "the list of rows")], results)
     kinds = {(str(piece.dtype), tuple(piece.shape[1:])) for piece in pieces}
     if len(kinds) > 1:
-        raise EvaluationError(
+        raise StepError(
             f"the score returned rows of different dtypes or shapes: {sorted(map(str, kinds))}.",
             fix="return rows of one dtype and shape for every batch.",
         )
@@ -522,7 +522,7 @@ def _gather_lists(job: Job, own: list[Any], what: str) -> list[list[torch.Tensor
     """The list of tensors of each data rank, on the CPU; numbers, dtypes and shapes may differ.
 
     Raises:
-        EvaluationError: on all ranks, if an entry is no tensor.
+        StepError: on all ranks, if an entry is no tensor.
     """
     described = collectives.gather_reports(
         job,
@@ -535,7 +535,7 @@ def _gather_lists(job: Job, own: list[Any], what: str) -> list[list[torch.Tensor
     )
     others = [kind for kinds in described for kind in kinds if isinstance(kind, str)]
     if others:
-        raise EvaluationError(
+        raise StepError(
             f"{what} has entries of type {others[0]}, but ranks exchange only tensors.",
             fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
         )
@@ -627,7 +627,7 @@ def _merge_states(job: Job, metric: Any, results: list[_RankResults]) -> None:
     busy = [rank for rank, each in enumerate(results) if each.batches]
     reductions = torch_private.attribute("torchmetrics.Metric._reductions", metric)
     if reductions is None:
-        raise EvaluationError(
+        raise StepError(
             f"the states of {type(metric).__name__} are unknown, so ranks cannot add them up.",
             fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
         )
@@ -647,7 +647,7 @@ def _merge_states(job: Job, metric: Any, results: list[_RankResults]) -> None:
         if reduction is None:
             merged = stacked if len(busy) > 1 else stacked[0]
         elif getattr(reduction, "__name__", "") == "dim_zero_mean":
-            raise EvaluationError(
+            raise StepError(
                 f"{type(metric).__name__} takes the mean of its state {name!r} over ranks, which is wrong "
                 "for ranks with different numbers of samples.",
                 fix="use a metric that keeps sums, or gather the predictions.",

@@ -30,7 +30,7 @@ from paceline.clock.step_clock import (
 from paceline.data.device import copy_tensors
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
-from paceline.errors import CountError, LossError, NonFinite, StepError, listed
+from paceline.errors import NonFinite, StepError, listed
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -285,7 +285,7 @@ class Step:
         With several optimizers, the loss is that of all of them.
 
         Raises:
-            LossError, CountError: see `backward`.
+            StepError, StepError: see `backward`.
 
         Collective: all ranks.
         """
@@ -353,10 +353,10 @@ class Step:
                 parameters are differentiated. None: the loss belongs to all of them.
 
         Raises:
-            LossError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
-            CountError: the count of tokens is missing or negative, or a count is not the number of samples
+            StepError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
+            StepError: the count of tokens is missing or negative, or a count is not the number of samples
                 of the micro-batch; the counts of all ranks sum to 0.
-            GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
+            StepError: a parameter got no gradient, or a gradient that is not summed over ranks.
             StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
 
         Collective: all ranks, for each of their micro-batches.
@@ -425,7 +425,7 @@ class Step:
     ) -> int | torch.Tensor:
         context = self._context
         if reduction not in ("sum", "mean", None):
-            raise LossError(
+            raise StepError(
                 f'reduction must be "sum" or "mean", got {reduction!r}.', where=self._where()
             )
         if count is None:
@@ -434,13 +434,13 @@ class Step:
             try:
                 count = operator.index(count)  # numpy's integers too
             except TypeError:
-                raise CountError(
+                raise StepError(
                     f"count must be an integer or a tensor of shape (), got {count!r}.",
                     where=self._where(),
                     fix="pass the number of tokens in the loss; for samples leave `count` out.",
                 ) from None
         elif count.numel() != 1:
-            raise CountError(
+            raise StepError(
                 f"count must be an integer or a tensor of shape (), got shape {tuple(count.shape)}.",
                 where=self._where(),
                 fix="pass the sum of the counts: count.sum().",

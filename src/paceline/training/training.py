@@ -100,7 +100,7 @@ class Training:
     Raises:
         ConfigError: on all ranks, before the first step: a model is not wrapped or has no trainable
             parameter, or a setting has no effect.
-        GradientError: gradients of some parameters would not be summed over ranks.
+        StepError: gradients of some parameters would not be summed over ranks.
 
     Collective: all ranks, same arguments.
     """

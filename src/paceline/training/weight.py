@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from paceline import torch_private
-from paceline.errors import CountError, LossError
+from paceline.errors import StepError
 from paceline.job import collectives
 from paceline.job.job import Job
 
@@ -62,7 +62,7 @@ def token_factor(
     """The factor for gradients that were divided by `token_divisor` instead of `total`, shape ().
 
     Raises:
-        CountError: the counts of all ranks sum to 0.
+        StepError: the counts of all ranks sum to 0.
     """
     if total.device.type != "cpu":
         # Reading it would wait for the device; the next control word refuses a total of 0.
@@ -72,8 +72,8 @@ def token_factor(
     return token_divisor / total
 
 
-def zero_count_error(step: int, where: str = "") -> CountError:
-    return CountError(
+def zero_count_error(step: int, where: str = "") -> StepError:
+    return StepError(
         f"the counts of all ranks in step {step} sum to 0.",
         where=where,
         why="every token of the step's samples is masked.",
@@ -86,11 +86,11 @@ def default_count(samples: int, count_unit: str, where: Callable[[], str]) -> in
     """The count of a loss for which none was given.
 
     Raises:
-        CountError: the loss is weighed by tokens.
+        StepError: the loss is weighed by tokens.
     """
     if count_unit == "samples":
         return samples
-    raise CountError(
+    raise StepError(
         "the loss has no count.",
         where=where(),
         why='with count="tokens" the number of tokens of a micro-batch is not known.',
@@ -123,7 +123,7 @@ def is_on_host(count: int | torch.Tensor) -> bool:
 def check_loss(
     loss: Any, count: int | None, reduction: Reduction | None, where: Callable[[], str]
 ) -> None:
-    """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
+    """Raise StepError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
     Its last operation shows it: torch's loss functions, `mean` and `sum` record it. Later scaling is not
     checked. `count` is None if it is not known on the host.
@@ -131,7 +131,7 @@ def check_loss(
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
         is_tensor = isinstance(loss, torch.Tensor)
         got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
-        raise LossError(
+        raise StepError(
             f"the loss must be a scalar tensor, got {got}.",
             where=where(),
             fix="take the mean over the samples: `loss.mean()`."
@@ -139,7 +139,7 @@ def check_loss(
             else "pass the loss itself, without `.item()`, so that it has a gradient.",
         )
     if not loss.requires_grad:
-        raise LossError(
+        raise StepError(
             "the loss depends on no trainable parameter.",
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
@@ -152,7 +152,7 @@ def check_loss(
         name.startswith("MeanBackward") and sizes is not None and sizes[:1] == (count,)
     )
     if reduction == "sum" and not is_one and is_mean:
-        raise LossError(
+        raise StepError(
             'the loss is a mean, and reduction="sum" was given.',
             where=where(),
             fix='leave `reduction="sum"` out, or compute the sum.',
@@ -166,7 +166,7 @@ def check_loss(
         and math.prod(sizes) >= count
     )
     if kind == _SUM_REDUCTION or (reduction is None and is_plain_sum):
-        raise LossError(
+        raise StepError(
             "the loss is a sum; `step.backward` takes the mean.",
             where=where(),
             fix='compute the mean over the samples (or tokens). Or say what the loss is: reduction="sum", or '
@@ -179,7 +179,7 @@ def check_loss(
     targets = torch_private.attribute(f"{_NODE}._saved_target", node)
     # The same number of targets in each sample gives a multiple of the count.
     if float(total) % count or (targets is not None and float(total) > targets.numel()):
-        raise LossError(
+        raise StepError(
             f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
             where=where(),
             why="its targets are tokens, or have class weights, or some are ignored (ignore_index).",
@@ -190,16 +190,16 @@ def check_loss(
 def check_count(
     count: int | torch.Tensor, samples: int, count_unit: str, where: Callable[[], str]
 ) -> None:
-    """Raise CountError unless `count` fits a micro-batch of `samples`.
+    """Raise StepError unless `count` fits a micro-batch of `samples`.
 
     A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
     """
     if count_unit == "tokens" and not is_on_host(count):
         return
     if not count >= 0:
-        raise CountError(f"count must be 0 or more, got {count}.", where=where(), count=count)
+        raise StepError(f"count must be 0 or more, got {count}.", where=where(), count=count)
     if count_unit == "samples" and count != samples:
-        raise CountError(
+        raise StepError(
             f"count is {count}, but this micro-batch holds {samples} samples.",
             where=where(),
             fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`. A collate '
