@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.job.job import join as join
     from paceline.job.mesh import Mesh as Mesh
     from paceline.job.preemption import Preempted as Preempted
+    from paceline.job.rpc import rpc as rpc
     from paceline.launch.spawning import spawn as spawn
     from paceline.metrics.csv_table import CSV as CSV
     from paceline.metrics.json_lines import JSONLines as JSONLines
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline import pipeline as pipeline
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.parallel.tensor import tensor_parallel as tensor_parallel
-    from paceline.parameter_server.client import ServerClient as ServerClient
-    from paceline.parameter_server.client import connect_server as connect_server
-    from paceline.parameter_server.server import ParameterServer as ParameterServer
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
     from paceline.training.callbacks import Callback as Callback
     from paceline.training.callbacks import EarlyStopping as EarlyStopping
@@ -77,7 +75,6 @@ _HOMES = {
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
-    "connect_server": "paceline.parameter_server.client",
     "count_labels": "paceline.training.labels",
     "CSV": "paceline.metrics.csv_table",
     "DataError": "paceline.errors",
@@ -100,7 +97,6 @@ _HOMES = {
     "NonFinite": "paceline.errors",
     "on_rank0": "paceline.job.collectives",
     "PacelineError": "paceline.errors",
-    "ParameterServer": "paceline.parameter_server.server",
     "parts": "paceline.training.evaluation",
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
@@ -109,8 +105,8 @@ _HOMES = {
     "PowerSGD": "paceline.parallel.compression",
     "Preempted": "paceline.job.preemption",
     "RankDisagreement": "paceline.errors",
+    "rpc": "paceline.job.rpc",
     "SaveFailed": "paceline.errors",
-    "ServerClient": "paceline.parameter_server.client",
     "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
     "StepError": "paceline.errors",

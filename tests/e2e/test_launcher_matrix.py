@@ -41,8 +41,7 @@ EXAMPLES = {
 OTHERS = {
     "before.py": "it is for one process, without Paceline: test_examples.py",
     "plain_torchrun.py": "it reads the variables of torchrun: test_the_script_for_torchrun",
-    "embedding_server.py": "it has no ranks, but a server and workers with commands of their own: "
-    "test_parameter_server.py",
+    "parameter_server.py": "its workers are asynchronous, and need a server: test_examples.py",
     "notebook.ipynb": "its kernel starts the ranks, and compares 1 with 2: test_notebooks.py",
 }
 RAY = """

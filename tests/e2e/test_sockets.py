@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hangs import PACELINE
 from launching import finish, run, start
 
@@ -24,7 +23,6 @@ import paceline
 from paceline.doctor import links
 from paceline.doctor.links import Listener, measure
 from paceline.launch.local_ranks import read_event
-from paceline.parameter_server import server as parameter_server
 from paceline.watch import processes
 
 WAITS = """
@@ -167,13 +165,6 @@ def _doctor(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
     listener.close()
 
 
-def _parameter_server(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
-    tables, file = {"t": torch.zeros(1, 1)}, folder / "address"
-    with paceline.ParameterServer(tables, lambda p: torch.optim.SGD(p, lr=1), file) as server:
-        host, _, port = server.address.rpartition(":")
-        yield (host, int(port)), lambda: paceline.connect_server(file).close()
-
-
 def _prometheus(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
     pytest.importorskip("prometheus_client")
     logger = paceline.Prometheus(port=0, address="127.0.0.1")
@@ -185,12 +176,11 @@ def _prometheus(folder: Path) -> Iterator[tuple[tuple[str, int], Client]]:
     logger.close()
 
 
-@pytest.mark.parametrize("serve", [_doctor, _parameter_server, _prometheus])
+@pytest.mark.parametrize("serve", [_doctor, _prometheus])
 def test_strangers_hold_few_threads_and_not_for_long(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_CONNECT_S", 2.0)
-    monkeypatch.setattr(parameter_server, "_HELLO_S", 2.0)
     for where, client in serve(tmp_path):
         before = threading.active_count()
         with contextlib.ExitStack() as until_end:

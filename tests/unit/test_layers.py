@@ -27,7 +27,6 @@ ORDER = [
     "job",
     "data",
     "parallel",
-    "parameter_server",
     "checkpoint",
     "metrics",
     "training",

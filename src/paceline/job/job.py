@@ -203,8 +203,7 @@ class Job:
             self.settle()
             if self.peers is not None:
                 self.peers.passed = failures.NO_STEP_LEFT
-            if self.control is not None:
-                self._wait_for_all_ranks(self.control)
+            self.wait_for_all_ranks()
         except BaseException as error:
             self.abandon(error)
             raise
@@ -213,13 +212,19 @@ class Job:
         self._close()
         failures.uninstall_excepthook()
 
-    def _wait_for_all_ranks(self, group: dist.ProcessGroup) -> None:
+    def wait_for_all_ranks(self) -> None:
+        """Wait until all ranks call this, however long they work; a rank that has ended is an error.
+
+        Collective: all ranks.
+        """
+        if self.control is None:
+            return
         # Not the timeout of collectives: another rank may still plot or upload. If its process ends, its
         # connections close, and the barrier fails at once.
         options = dist.BarrierOptions()
         options.timeout = _WHILE_OTHERS_WORK
         try:
-            group.barrier(options).wait()
+            self.control.barrier(options).wait()
         except RuntimeError as error:
             self.reraise(error)
 

@@ -55,7 +55,9 @@ def diagnose(states: Sequence[RankState], world_size: int, after_s: float) -> Di
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
     in_collective = [
-        (state, state.open_call.since_s) for state in alive if state.open_call is not None
+        (state, state.open_call.since_s)
+        for state in alive
+        if state.open_call is not None and not state.where.serves
     ]
     long_waiting = [state for state, since_s in in_collective if since_s >= after_s]
     if long_waiting:
@@ -310,7 +312,7 @@ def _diagnose_without_collective(states: Sequence[RankState], world_size: int) -
         rest = [state for state in rest if state.where.loader or state.state == "T"]
         if not rest:
             return None
-    elif any(state.where.serves for state in rest):
+    elif any(state.where.serves for state in alive):
         return None  # a server without requests is idle, and so are those that wait for it
     extra: Sequence[RankState] = []
     lines = _grouped(

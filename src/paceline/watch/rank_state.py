@@ -24,7 +24,6 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
-    "torch/distributed/rpc/",
     "torch/distributed/rendezvous.py",
     "torch/distributed/elastic/utils/store.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_",
@@ -43,8 +42,12 @@ _LOCKS = (
     *(f"multiprocessing/{name}.py" for name in ("queues", "synchronize", "connection")),
     "concurrent/futures/_base.py",
 )
-# Loops in which a server waits for requests; asyncio's is also that of uvicorn, aiohttp and grpc.aio.
-_SERVERS = ("/socketserver.py", "/asyncio/base_events.py", "/grpc/_server.py")
+# Loops in which a server waits for requests; asyncio's is also that of uvicorn, aiohttp and grpc.aio. A rank
+# that waits for a remote call, or at the end of `paceline.rpc`, answers calls of others in its threads.
+_SERVERS = (
+    *("/socketserver.py", "/asyncio/base_events.py", "/grpc/_server.py"),
+    *("torch/distributed/rpc/api.py", "paceline/job/rpc.py"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

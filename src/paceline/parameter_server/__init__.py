@@ -1,1 +1,0 @@
-"""Tables and their optimizers in server processes, for workers that come and go."""
