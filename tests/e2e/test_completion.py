@@ -31,7 +31,7 @@ OFFERED = {
     "paceline job docker --run-f": {"--run-folder"},
     "paceline completion ": {"bash", "zsh", "fish"},
     "paceline explain lo": {"log.txt"},
-    "paceline doctor --folder ru": {"runs"},
+    "paceline report ru": {"runs"},
     "paceline init --trainer tr": {"train.py"},
 }
 

@@ -27,18 +27,11 @@ def _levels(told: dict[str, Any]) -> dict[str, set[str]]:
 
 @pytest.mark.ci
 def test_one_process_examines_this_host(tmp_path: Path) -> None:
-    # No /dev/shm holds a batch of an exbibyte.
-    need = ["--workers", "1", "--batch-mib", "1e12"]
-    words = ["doctor", "--folder", str(tmp_path / "runs"), *need]
-    done, as_json = (finish(start([*words, *more], tmp_path)) for more in ([], ["--json"]))
-    assert done.code == 1, done
-    assert as_json.code == _told(as_json)["exit_code"] == 1, as_json
+    done, as_json = (finish(start(["doctor", *more], tmp_path)) for more in ([], ["--json"]))
+    assert done.code == as_json.code == _told(as_json)["exit_code"] == 0, (done, as_json)
     lines = done.out.splitlines()
-    assert lines[0].startswith("fail  shared memory: /dev/shm of "), done
     assert any(line.startswith("ok    versions: paceline") for line in lines)
     assert any("all-reduce: 16 MiB over 2 ranks, correct sum" in line for line in lines)
-    assert any(f"folder: {tmp_path / 'runs'}" in line for line in lines)
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_under_the_launcher_there_is_one_report(tmp_path: Path) -> None:
@@ -56,7 +49,7 @@ DOCTOR = ["-m", "paceline", "doctor", "--json"]
 @needs_hosts
 def test_two_hosts_are_one_report(tmp_path: Path) -> None:
     with hosts(2) as made:
-        words = ["--nnodes=2", f"--host={made.address(0)}", *DOCTOR, "--folder", str(tmp_path)]
+        words = ["--nnodes=2", f"--host={made.address(0)}", *DOCTOR]
         done = made.run(words, tmp_path)
         addresses = {made.address(0), made.address(1)}
     assert [each.code for each in done] == [0, 0], done

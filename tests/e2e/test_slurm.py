@@ -127,7 +127,7 @@ def test_a_task_for_each_node_and_a_task_for_each_rank(tmp_path: Path, slurm: Cl
     assert said(done) == [f"slurm {rank} 3 [0, 1, 2]" for rank in range(3)]
 
 
-@pytest.mark.parametrize("name", ["train", "module"])
+@pytest.mark.parametrize("name", ["train"])
 def test_slurm_accepts_the_written_scripts(name: str, slurm: Cluster) -> None:
     text = slurm.check(ROOT / "tests" / "data" / "jobs" / f"{name}.slurm")
     assert re.search(r"Job \d+ to start at ", text), text

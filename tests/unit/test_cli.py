@@ -220,8 +220,6 @@ WRONG = {
     ),
     "run": ("missing: SCRIPT", "see `paceline run --help`"),
     "run {folder}/tarin.py": ("there is no script", "did you mean '{folder}/train.py'"),
-    "doctor --workers -1": ("--workers must be 0 or more, and is -1", "see"),
-    "doctor --batch-mib inf": ("--batch-mib must be finite, and is inf", "see"),
     "doctor now": ("unexpected argument 'now'", "see `paceline doctor --help`"),
     "explain {folder}/train.lgo": ("cannot be read", "did you mean '{folder}/train.log'"),
     "explain {folder}/x": ("cannot be read", "give the file of a log"),

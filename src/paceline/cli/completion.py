@@ -14,7 +14,7 @@ from paceline.exit_codes import ExitCode
 
 HELP = "print the completion script of a shell"
 SHELLS = ("bash", "zsh", "fish")
-_FILES = ("SCRIPT", "FILE", "FOLDER", "PATH", "LOG_DIR")
+_FILES = ("SCRIPT", "FILE", "FOLDER", "PATH", "RUN", "LOG_DIR")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,9 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from paceline.command_line import CommandParser, not_negative, not_negative_count
+from paceline.command_line import CommandParser
 from paceline.errors import PacelineError
 from paceline.exit_codes import ExitCode
 
@@ -20,16 +19,15 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 0 if nothing fails, 1 if something fails, 2 if the ranks could not meet."""
     given = parser().parse_args(argv)
     # Torch is imported here and not for --help.
-    from paceline.doctor.findings import Need, judge, render
-    from paceline.doctor.session import examine
+    from paceline.doctor.examine import examine
+    from paceline.doctor.findings import judge, render
 
     try:
-        found = examine(given.folder)
+        found = examine()
     except PacelineError as error:
         print(f"paceline doctor: {error}", file=sys.stderr)
         return ExitCode.USAGE
-    need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
-    findings = judge(found, need)
+    findings = judge(found)
     fails = any(finding.level == "fail" for finding in findings)
     code = ExitCode.FAILED if fails else ExitCode.OK
     if found["prints"] and given.json:
@@ -51,8 +49,6 @@ def parser() -> CommandParser:
         description=HELP[0].upper() + HELP[1:] + ".",
         examples={
             "paceline doctor": "check this host",
-            "paceline doctor --folder runs/a --workers 4 --batch-mib 64": "and the disk of the run folder, "
-            "and the memory of 4 loader workers per rank",
             "paceline run --nproc-per-node 2 -m paceline doctor": "as two ranks of a job; start it on all "
             "hosts with the options of the job",
             "paceline doctor --json > doctor.json": "findings and facts as JSON, for a bug report",
@@ -62,17 +58,6 @@ def parser() -> CommandParser:
             ExitCode.FAILED: "something fails",
             ExitCode.USAGE: "the command line is wrong, or the ranks could not meet",
         },
-    )
-    ours.add_argument("--folder", type=Path, metavar="PATH", help="the run folder: test its disk")
-    ours.add_argument(
-        "--workers", type=not_negative_count, default=0, metavar="N", help="loader workers per rank"
-    )
-    ours.add_argument(
-        "--batch-mib",
-        type=not_negative,
-        default=0,
-        metavar="X",
-        help="size of a batch, for /dev/shm",
     )
     ours.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     return ours

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.doctor.facts import Facts
-from paceline.doctor.variables import interface_fits, judge_variables
+from paceline.doctor.examine import Facts
 from paceline.explain.reading import recognise
 from paceline.job.environment import FIREWALL_PORTS
 from paceline.job.network import is_loopback
 from paceline.machine import format_bytes
 
-# Limits beyond which there is a warning.
-_CLOCK_OFFSET_S = 0.5
-_SLOWER = 3  # times slower than the median link
-_MIN_SHM_BYTES = 1 << 30
-_MIN_DISK_BYTES_PER_S = 50e6
-_MIN_PORTS = 1000
-
-_PREFETCH = 2  # torch's prefetch_factor
+_MIN_SHM_BYTES = 1 << 30  # less is little for loader workers and NCCL
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MAY_DIFFER = ("python", "driver")  # only a warning
 
 Level = Literal["ok", "warn", "fail"]
@@ -49,16 +41,8 @@ def _fail(name: str, what: str, fix: str) -> Finding:
     return Finding(name, "fail", what, fix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What the job will need: loader workers of each rank, and the size of a batch in bytes."""
-
-    workers: int = 0
-    batch_bytes: int = 0
-
-
-def judge(found: Facts, need: Need) -> list[Finding]:
-    """All findings on the facts of `session.examine`: host by host, then between hosts."""
+def judge(found: Facts) -> list[Finding]:
+    """All findings on the facts of `examine`: host by host, then between hosts."""
     # By the first rank of each host, as `from` and `to` of a link.
     hosts: dict[int, Facts] = {f["rank"]: f for f in found["ranks"] if f["local_rank"] == 0}
     labels = _labels(hosts)
@@ -69,18 +53,17 @@ def judge(found: Facts, need: Need) -> list[Finding]:
         devices = [f["device"] for f in found["ranks"] if first <= f["rank"] < end]
         findings += [
             *_devices(host, label, devices),
-            *_cores(host, label, need),
-            *_memory(host, label),
-            *_shared_memory(host, label, need),
-            *_folder(host, label, found["shared"]),
+            *_shared_memory(host, label),
             *_host_name(host, label, interfaces),
-            *_ports(host, label),
+            *_variables(host, label, is_alone=len(hosts) == 1),
         ]
-        for what, fix in judge_variables(host, several_hosts=len(hosts) > 1):
-            findings.append(_warn("variables", f"{label}: {what}", fix))
     for link in found["links"]:
         findings += _link(link, hosts, labels)
-    return [*findings, *_network(found["links"], hosts, labels), *_reduce(found["reduce"])]
+    if found["links"] and not any(finding.name == "network" for finding in findings):
+        names = ", ".join(sorted({str(interface) for interface in interfaces.values()}))
+        links = _count(len(found["links"]), "link")
+        findings.append(_ok("network", f"{links} between hosts work, over {names}."))
+    return [*findings, *_reduce(found["reduce"])]
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -151,64 +134,17 @@ def _devices(host: Facts, label: str, of_ranks: Sequence[Facts | None]) -> Itera
         yield _ok("devices", f"{label}: {host['gpus']} x {present[0]['name']}.")
 
 
-def _cores(host: Facts, label: str, need: Need) -> Iterator[Finding]:
-    cores, ranks = host["cores"], host["local_world_size"]
-    usable = f"{_count(cores, 'usable core')} of {host['cores_of_host']}"
-    text = f"{label} has {usable} for {_count(ranks, 'rank')}"
-    if ranks * (1 + need.workers) <= cores:
-        yield _ok("cores", f"{text}.")
-        return
-    workers = f" with {_count(need.workers, 'loader worker')} each" if need.workers else ""
-    yield _warn(
-        "cores",
-        f"{text}{workers}.",
-        "use fewer ranks or workers, or ask the scheduler for more cores (--cpus-per-task).",
-    )
-
-
-def _memory(host: Facts, label: str) -> Iterator[Finding]:
-    if host["memory_kills"]:
-        limit = host["memory_limit"]
-        yield _warn(
-            "memory",
-            f"{_count(host['memory_kills'], 'process')} ran out of memory in the container of {label}"
-            + (f" (limit {format_bytes(limit)})." if limit else "."),
-            "use fewer loader workers or a smaller micro-batch, or raise the limit.",
-        )
-
-
-def _shared_memory(host: Facts, label: str, need: Need) -> Iterator[Finding]:
+def _shared_memory(host: Facts, label: str) -> Iterator[Finding]:
     size, free = host["shm_size"], host["shm_free"]
-    wanted = host["local_world_size"] * need.workers * _PREFETCH * need.batch_bytes
     text = f"/dev/shm of {label} has {format_bytes(free)} free of {format_bytes(size)}"
-    fix = "docker run --shm-size=8g; in Kubernetes, mount an emptyDir of medium Memory at /dev/shm."
-    if wanted > free:
-        text = f"{text}; batches of the loaders may need {format_bytes(wanted)}."
-        yield _fail("shared memory", text, fix)
-    elif size < _MIN_SHM_BYTES and not wanted:
-        yield _warn("shared memory", f"{text}: little for loader workers and NCCL.", fix)
+    if size < _MIN_SHM_BYTES:
+        yield _warn(
+            "shared memory",
+            f"{text}: little for loader workers and NCCL.",
+            "docker run --shm-size=8g; in Kubernetes, mount an emptyDir of medium Memory at /dev/shm.",
+        )
     else:
         yield _ok("shared memory", f"{text}.")
-
-
-def _folder(host: Facts, label: str, shared: list[bool] | None) -> Iterator[Finding]:
-    folder = host["folder"]
-    if folder is None:
-        return
-    where = f"{folder['path']} on {label}"
-    if "error" in folder:
-        text = f"{where} cannot be written to: {folder['error']}."
-        yield _fail("folder", text, "choose another folder, or change its permissions.")
-    elif shared is not None and not shared[host["rank"]]:
-        text = f"{where} does not have the file that rank 0 wrote."
-        yield _fail("folder", text, "put the run folder on storage that all nodes share.")
-    else:
-        rate = f"{folder['bytes_per_s'] / 1e6:.0f} MB/s"
-        text = f"{where}: {format_bytes(folder['free'])} free, {rate} to durable storage"
-        if folder["bytes_per_s"] < _MIN_DISK_BYTES_PER_S:
-            yield _warn("folder", f"{text}: slow.", "use a faster disk for checkpoints.")
-        else:
-            yield _ok("folder", f"{text}{', shared' if shared else ''}.")
 
 
 def _host_name(host: Facts, label: str, interfaces: dict[int, str | None]) -> Iterator[Finding]:
@@ -236,21 +172,32 @@ def _host_name(host: Facts, label: str, interfaces: dict[int, str | None]) -> It
     )
 
 
-def _ports(host: Facts, label: str) -> Iterator[Finding]:
-    usual = FIREWALL_PORTS[0]
-    if host["port_owner"] and host["variables"].get("MASTER_PORT") != str(usual):
-        yield _warn(
-            "ports",
-            f"port {usual}, torch's usual one, is in use on {label} by {host['port_owner']}.",
-            "end that process if an earlier job left it, or use another port.",
-        )
-    low, high = host["ephemeral_ports"] or (0, 1 << 16)
-    if high - low < _MIN_PORTS:
-        yield _warn(
-            "ports",
-            f"{label} has only {high - low} ephemeral ports.",
-            "sysctl net.ipv4.ip_local_port_range='32768 60999'.",
-        )
+def _variables(host: Facts, label: str, *, is_alone: bool) -> Iterator[Finding]:
+    """Whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface of this host."""
+    names = list(host["interfaces"])
+    for variable in _INTERFACE_VARIABLES:
+        value = host["variables"].get(variable)
+        if value and not any(interface_fits(variable, value, name) for name in names):
+            fix = f"name one of {', '.join(names)}, or unset it."
+            yield _fail("interface", f"{label}: {variable}={value} matches no interface.", fix)
+        elif value == "lo" and not is_alone:
+            fix = "name the interface that reaches the other hosts."
+            yield _fail("interface", f"{label}: {variable}=lo cannot reach other hosts.", fix)
+
+
+def interface_fits(variable: str, value: str, name: str) -> bool:
+    """Whether the variable selects an interface: Gloo takes names, NCCL prefixes of names.
+
+    For NCCL, a leading `=` means whole names, and `^` excludes.
+    """
+    if variable.startswith("GLOO"):
+        return name in value.split(",")
+    excludes, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    words = value.lstrip("^").lstrip("=").split(",")
+    # An alias or a port may follow the name.
+    plain = [word.partition(":")[0] for word in words]
+    hit = name in plain if exact else name.startswith(tuple(filter(None, plain)))
+    return hit != excludes
 
 
 def _interface(link: Facts, here: Facts) -> str | None:
@@ -268,48 +215,18 @@ def _link(link: Facts, hosts: dict[int, Facts], labels: dict[int, str]) -> Itera
             address = f"{link['endpoint']['address']}:{link['endpoint'][kind]}"
             text = f"{a} cannot reach {b} at {address} ({ports}): {link[kind]}."
             yield _fail("network", text, "open these ports between the hosts, both ways.")
-    offset_s = abs(link.get("clock_s", 0))
-    if offset_s > _CLOCK_OFFSET_S:
-        text = f"the clocks of {a} and {b} differ by {offset_s:.1f} s."
-        yield _warn("clock", text, "run chrony or ntpd on both hosts.")
     known = {address for found in there["interfaces"].values() for address in found}
     if known.isdisjoint(link["resolved"]):
         resolved = ", ".join(link["resolved"]) or "nothing"
         text = f"on {a} the name {there['host']} resolves to {resolved}, which is not an address of {b}."
         yield _warn("host name", text, "use addresses, or add the name to /etc/hosts.")
     used = _interface(link, here)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in _INTERFACE_VARIABLES:
         value = here["variables"].get(variable, "")
         fitting = [name for name in here["interfaces"] if interface_fits(variable, value, name)]
         if used and fitting and used not in fitting:
             text = f"{a} reaches {b} through {used}, but {variable}={value}."
-            yield _warn("network", text, f"set it to {used}, unless you want the other network.")
-
-
-def _network(
-    links: list[Facts], hosts: dict[int, Facts], labels: dict[int, str]
-) -> Iterator[Finding]:
-    """Compare the links that work."""
-    working = [link for link in links if link["ephemeral"] == ""]
-    if not working:
-        return
-    rates = [link["bytes_per_s"] for link in working]
-    usual = statistics.median(rates)
-    for link in working if len(working) > 2 else ():
-        if link["bytes_per_s"] < usual / _SLOWER:
-            yield _warn(
-                "network",
-                f"{labels[link['from']]} to {labels[link['to']]} carries "
-                f"{_rate(link['bytes_per_s'])}, others {_rate(usual)}.",
-                "check its cable, port and placement; the slowest link limits every all-reduce.",
-            )
-    delays = [link["latency_s"] * 1e3 for link in working]
-    over = ", ".join(sorted({str(_interface(link, hosts[link["from"]])) for link in working}))
-    yield _ok(
-        "network",
-        f"{len(working)} of {len(links)} links between hosts work, {min(delays):.2f} to "
-        f"{max(delays):.2f} ms, {_rate(min(rates))} to {_rate(max(rates))}, over {over}.",
-    )
+            yield _warn("interface", text, f"set it to {used}, unless you want the other network.")
 
 
 def _reduce(facts_of_ranks: list[Facts]) -> Iterator[Finding]:
