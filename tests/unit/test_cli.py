@@ -37,7 +37,6 @@ USED_IN = {
     "explain": ("cli/explain.py",),
     "ckpt": ("cli/ckpt.py",),
     "job": ("cli/job.py",),
-    "completion": ("cli/completion.py",),
 }
 
 
@@ -227,7 +226,6 @@ WRONG = {
     "ckpt rm a": ("missing: --step", "see `paceline ckpt rm --help`"),
     "ckpt rm a --stpe 3": ("there is no option '--stpe'", "did you mean '--step'"),
     "init --trainre": ("there is no option '--trainre'", "did you mean '--trainer'"),
-    "completion bsh": ("'bsh' is not a valid SHELL; use one of: bash, zsh, fish", "'bash'"),
 }
 
 

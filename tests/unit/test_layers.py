@@ -64,7 +64,6 @@ MAY_DEFER = {
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/cloud_errors.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
-    "cli/completion.py": "only the command itself needs shtab",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",
     "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from paceline.command_line import CommandParser, nearest_file
 from paceline.errors import ConfigError, PacelineError, render
 from paceline.exit_codes import ExitCode
 from paceline.explain.facts import facts
-from paceline.explain.reading import KINDS, Found, Reading, causes, read
+from paceline.explain.reading import Found, Reading, causes, read
 
 HELP = "explain known messages in a log: meaning, cause and fix"
 
@@ -33,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"paceline explain: {error}", file=sys.stderr)
         return ExitCode.USAGE
-    code = ExitCode.OK if reading.found or reading.reports else ExitCode.FAILED
-    print(_as_json(name, reading, code) if given.json else _as_text(name, reading))
+    code = ExitCode.OK if reading.found or reading.report else ExitCode.FAILED
+    print(_as_text(name, reading))
     return code
 
 
@@ -58,29 +57,25 @@ def _read(file: str | None) -> tuple[str, Reading]:
 
 
 def _as_text(name: str, reading: Reading) -> str:
-    # Only the most useful kind is printed in full: causes, to which errors of Paceline belong, otherwise
-    # symptoms, otherwise the rest.
-    by_kind = {kind: [hit for hit in reading.found if hit.cause.kind == kind] for kind in KINDS}
-    telling = by_kind["cause"]
-    if not telling and not reading.reports:
-        telling = by_kind["sign"] or list(reading.found)
-    parts = [f"{name}:{report.line}: {report.text}" for report in reading.reports]
-    unknown = []
-    if reading.unknown is not None:
-        line, text = reading.unknown
-        unknown = [f"The first Python error that is not in the table: {name}:{line}: {text}"]
-    if not by_kind["cause"]:
-        parts, unknown = parts + unknown, []
+    parts = []
+    if reading.report is not None:
+        line, text = reading.report
+        parts.append(f"Paceline's own report says most; it begins at {name}:{line}: {text}")
+    # Only the most useful kind is printed in full: causes, otherwise symptoms, otherwise the rest.
+    kinds = [hit.cause.kind for hit in reading.found]
+    telling = next((kind for kind in ("cause", "sign") if kind in kinds), None)
     for hit in reading.found:
-        if hit in telling:
+        if telling in (hit.cause.kind, None):
             parts.append(_full(name, hit))
         else:
-            parts.append(
-                f"{_PREFIX[hit.cause.kind]}{hit.cause.what} ({hit.cause.name}, line {hit.line})"
-            )
-        if telling and hit is telling[-1]:
-            parts += unknown
-    if not reading.found and not reading.reports:
+            what = f"{_PREFIX[hit.cause.kind]}{hit.cause.what}"
+            parts.append(f"{what} ({hit.cause.name}, line {hit.line})")
+    if reading.unknown is not None:
+        line, text = reading.unknown
+        unknown = f"The first Python error that is not in the table: {name}:{line}: {text}"
+        # An error of the program says more than symptoms.
+        parts.insert(kinds.count("cause") + (reading.report is not None), unknown)
+    if not reading.found and not reading.report:
         parts.append(
             render(
                 f"No known message in {name} ({reading.lines} lines).",
@@ -102,23 +97,6 @@ def _full(name: str, hit: Found) -> str:
             fix=cause.fix,
         )
     )
-
-
-def _as_json(name: str, reading: Reading, code: int) -> str:
-    found = [
-        {
-            **{key: getattr(hit.cause, key) for key in ("name", "kind", "what", "why", "fix")},
-            "facts": facts(hit.cause.facts, hit.text),
-            "line": hit.line,
-            "text": hit.text,
-        }
-        for hit in reading.found
-    ]
-    reports = [{"line": report.line, "text": report.text} for report in reading.reports]
-    unknown = reading.unknown and {"line": reading.unknown[0], "text": reading.unknown[1]}
-    whole = {"file": name, "lines": reading.lines, "reports": reports, "found": found}
-    whole["unknown_error"] = unknown
-    return json.dumps(whole | {"exit_code": code}, indent=1)
 
 
 def _markdown() -> str:
@@ -153,7 +131,6 @@ def parser() -> CommandParser:
         examples={
             "paceline explain train.log": "the known messages of a file",
             "torchrun train.py 2>&1 | paceline explain": "of a command that runs now",
-            "paceline explain --json train.log": "the result as JSON",
             "paceline explain --all": "all messages that are known",
         },
         exit_codes={
@@ -165,6 +142,5 @@ def parser() -> CommandParser:
     ours.add_argument(
         "file", nargs="?", metavar="FILE", help="a log; - or no argument: standard input"
     )
-    ours.add_argument("--json", action="store_true", help="print the result as JSON")
     ours.add_argument("--all", action="store_true", help="print the whole table, as Markdown")
     return ours

@@ -28,7 +28,6 @@ COMMANDS = (
     "explain",
     "ckpt",
     "job",
-    "completion",
 )
 
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Sequence
 
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
@@ -20,7 +13,7 @@ from paceline.exit_codes import ExitCode
 
 HELP = "show how far a running training is, and where its time goes"
 _EXAMPLES = {
-    "paceline top runs/a": "watch the run that reports to runs/a; q ends it",
+    "paceline top runs/a": "watch the run that reports to runs/a; Ctrl-C ends it",
     "paceline top runs/a --once": "print the state and exit, for logs and scripts",
 }
 _EXIT_CODES: dict[ExitCode | str, str] = {
@@ -69,7 +62,7 @@ def parser() -> CommandParser:
 
 
 def _watch(folder: str) -> None:
-    """Show the frame again and again, until q or Ctrl-C, and leave the last one on the terminal."""
+    """Show the frame again and again, until Ctrl-C or SIGTERM, and leave the last one on the terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -78,48 +71,15 @@ def _watch(folder: str) -> None:
     console = Console(highlight=False)
     reader = frame.follow(folder)
     newest = frame.read(reader, time.time())
+    # SIGTERM, too, has to leave the other screen of the terminal.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _keys(), Live(newest, console=console, screen=True, auto_refresh=False) as live:
+        with Live(newest, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 began = time.monotonic()
                 newest = frame.read(reader, time.time())
                 live.update(newest, refresh=True)
-                if _quits(max(_INTERVAL_S, _PAUSE_FACTOR * (time.monotonic() - began))):
-                    break
+                time.sleep(max(_INTERVAL_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     except KeyboardInterrupt:
         pass  # the usual end of such a display
     console.print(newest)
-
-
-@contextmanager
-def _keys() -> Iterator[None]:
-    """Read single keys inside the block. The terminal is restored at its end, also after SIGTERM."""
-
-    def interrupt(number: int, at: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGTERM, interrupt)
-    is_terminal = sys.stdin.isatty()
-    modes = termios.tcgetattr(sys.stdin) if is_terminal else None
-    try:
-        if modes is not None:
-            tty.setcbreak(sys.stdin)
-        yield
-    finally:
-        if modes is not None:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _quits(timeout_s: float) -> bool:
-    """Wait up to `timeout_s`; returns whether q was pressed. Without a terminal it only waits."""
-    until = time.monotonic() + timeout_s
-    while (left_s := until - time.monotonic()) > 0:
-        if not sys.stdin.isatty():
-            time.sleep(left_s)
-        elif select.select([sys.stdin], [], [], left_s)[0]:
-            # Unbuffered: what `sys.stdin` reads ahead, `select` does not see.
-            keys = os.read(sys.stdin.fileno(), 64)
-            if not keys or b"q" in keys.lower():
-                return True
-    return False

@@ -215,6 +215,8 @@ def parser() -> CommandParser:
             help="how long ranks may take to end after SIGTERM before they are killed (default: "
             f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
         )
+    # In the help, our options come before torchrun's.
+    ours._action_groups.sort(key=lambda group: group not in (hosts, hangs))
     if "PET_MASTER_PORT" not in os.environ:
         # Older torch has a number here, which could not be distinguished from a port that the user chose.
         ours.set_defaults(master_port=None)
