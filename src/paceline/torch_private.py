@@ -321,17 +321,6 @@ NAMES = (
         why="processes that fork ranks import it early, since the first optimizer imports it",
         without="a forked rank imports more before its first step",
     ),
-    # profile
-    PrivateName(
-        "torch.cuda.memory._record_memory_history",
-        why="torch's documentation of memory snapshots gives this name; there is no public one",
-        without="`paceline profile` writes no memory snapshots",
-    ),
-    PrivateName(
-        "torch.cuda.memory._dump_snapshot",
-        why="torch's documentation of memory snapshots gives this name; there is no public one",
-        without="`paceline profile` writes no memory snapshots",
-    ),
     # audit
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.doctor.facts import gather
+from paceline.doctor.examine import facts_of
 from paceline.errors import ConfigError
 from paceline.job.environment import RankInfo
 from paceline.testing import run_failing_ranks, run_ranks
@@ -92,7 +92,7 @@ def test_the_device_is_set_before_anything_else() -> None:
 
 def test_the_doctor_sees_the_gpu() -> None:
     place = RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
-    facts = gather(place, None)
+    facts = facts_of(place)
     assert facts["device"]["name"] == torch.cuda.get_device_name(0)
     assert facts["gpus"] == GPUS
     assert facts["versions"]["nccl"] != "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -16,28 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_layers import FILES, SOURCE
+from test_layers import SOURCE
 
-from paceline.cli import ckpt
 from paceline.cli import main as cli
 from paceline.command_line import CommandParser, nearest_file
 from paceline.exit_codes import ExitCode
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-# The files whose exit codes a command can end with.
-USED_IN = {
-    "init": ("cli/init.py",),
-    "run": ("errors.py", "job/", "launch/"),
-    "verify": ("cli/verify.py", "verify/"),
-    "report": ("cli/report.py",),
-    "top": ("cli/top.py",),
-    "profile": ("cli/profile.py",),
-    "doctor": ("cli/doctor.py",),
-    "explain": ("cli/explain.py",),
-    "ckpt": ("cli/ckpt.py",),
-    "job": ("cli/job.py",),
-}
 
 
 def _parsers() -> Iterator[CommandParser]:
@@ -128,66 +112,6 @@ def test_commands_of_the_pages_parse() -> None:
                     wrong.append((page.name, shlex.join(words)))
     assert not wrong
     assert number > 80, number
-
-
-def _codes_in(files: tuple[str, ...]) -> set[str]:
-    """The names of exit codes in the code of files, except in parsers and tables, which describe them."""
-    names = set()
-    for file in FILES:
-        if not file.startswith(files):
-            continue
-        for node in ast.parse((SOURCE / file).read_text()).body:
-            described = isinstance(node, ast.AnnAssign | ast.Assign)
-            if described or (isinstance(node, ast.FunctionDef) and node.name == "parser"):
-                continue
-            names |= {
-                part.attr
-                for part in ast.walk(node)
-                if isinstance(part, ast.Attribute)
-                and isinstance(part.value, ast.Name)
-                and part.value.id == "ExitCode"
-            }
-    return names
-
-
-def test_the_help_of_paceline_names_the_exit_codes_of_its_code() -> None:
-    described = {code.name for code in cli.parser().exit_codes if isinstance(code, ExitCode)}
-    assert described == _codes_in(("cli/main.py",)) | {"OK"}
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_help_names_the_exit_codes_of_the_code(name: str) -> None:
-    described = import_module(f"paceline.cli.{name}").parser().exit_codes
-    names = {code.name for code in described if isinstance(code, ExitCode)}
-    assert names == _codes_in(USED_IN[name]) | {"OK", "USAGE"}
-
-
-def test_no_exit_code_is_a_number_in_the_code() -> None:
-    numbers = {str(int(code)) for code in ExitCode}
-    for file in FILES:
-        tree = ast.parse((SOURCE / file).read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                named = any(
-                    isinstance(t, ast.Name) and "exit_code" in t.id.lower() for t in targets
-                )
-                assert not (named and isinstance(node.value, ast.Constant)), f"{file}:{node.lineno}"
-            if file.startswith("cli/") and isinstance(node, ast.Return):
-                value = node.value
-                is_number = isinstance(value, ast.Constant) and str(value.value) in numbers
-                assert not is_number, f"{file}:{node.lineno}"
-
-
-@pytest.mark.parametrize(
-    ("page", "name"), [("howto/launch.md", "run"), ("howto/verify.md", "verify")]
-)
-def test_the_table_of_a_page_has_the_same_codes(page: str, name: str) -> None:
-    rows = re.findall(r"^\| (\d+) \|", (DOCS / page).read_text(), re.M)
-    described = import_module(f"paceline.cli.{name}").parser().exit_codes
-    numbers = {int(code) for code in described if isinstance(code, ExitCode)}
-    # Ctrl-C is in the row of signals, or goes without saying.
-    assert set(map(int, rows)) == numbers - {ExitCode.INTERRUPTED}
 
 
 WRONG = {
@@ -296,18 +220,6 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (ExitCode.BROKEN_PIPE, "")
-
-
-def test_a_reader_of_checkpoints_that_ends_early_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def show(*_: object) -> int:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(ckpt, "_show", show)
-    with pytest.raises(BrokenPipeError):
-        ckpt.main(["show", str(tmp_path)])
-    assert capfd.readouterr() == ("", "")
 
 
 def test_an_interrupt_ends_a_command_without_a_traceback() -> None:

@@ -169,47 +169,8 @@ def test_bytes_have_units() -> None:
     assert [format_bytes(n) for n in (5, 64 << 20, 3 << 30)] == ["5 B", "64 MiB", "3.0 GiB"]
 
 
-<<<<<<< HEAD
-def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("CUDA out of memory\n")
-    assert explain.main([str(log), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["lines"], told["exit_code"], told["unknown_error"]) == (1, 0, None)
-    assert [(hit["name"], hit["line"]) for hit in told["found"]] == [("cuda-out-of-memory", 1)]
-
-
-def test_an_unknown_error_is_not_hidden_by_a_cause(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    error = "Traceback (most recent call last):\nmylib.Bad: 7\n"
-    log.write_text(f"loss: nan\n{error}Connection closed by peer\n")
-    explain.main([str(log)])
-    parts = capsys.readouterr().out.split("\n\n")
-    assert [part.split(" ")[0] for part in parts] == ["NaN", "The", "follows"]
-    assert parts[1].endswith(f"{log}:3: mylib.Bad: 7")
-    log.write_text(f"Connection closed by peer\n{error}")
-    explain.main([str(log)])
-    assert capsys.readouterr().out.startswith("The first Python error that is not in the table")
-
-
-VERDICT = """paceline: rank 1 of 2 failed: killed by SIGKILL
-  where: rank 1, host n1, pid 7
-  why:   a process sent SIGKILL. It was not the kernel: its count of out-of-memory kills did not change.
-  fix:   start the same command again.
-  rank 0 only followed: it lost its peer."""
-OWN_ERROR = """paceline.errors.StepError: the evaluation saw 9 of 10 samples.
-  where: rank 0 of 2, host n1
-  why:   a sampler left one out.
-  fix:   give evaluate the whole dataset."""
-
-
-def _explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str]:
-=======
 def _explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
     """The parts that are printed."""
->>>>>>> 24bfa14f (explain: names the first report and the first unknown error; cli: no completion, no --json of explain; our options of run come first)
     log = tmp_path / "log"
     log.write_text(text)
     assert explain.main([str(log)]) == 0
@@ -241,45 +202,10 @@ REPORTS = {
 def test_a_report_of_paceline_is_named_first(
     report: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-<<<<<<< HEAD
-    lost = "paceline.errors.PeerFailed: rank 0 failed first.\n  why: it raised."
-    error = f'Traceback (most recent call last):\n  File "x.py", line 1\n{OWN_ERROR}\n{lost}\n'
-    log = "".join(prefix + line for line in error.splitlines(keepends=True))
-    verdict = "paceline: rank 0 of 2 failed: StepError\n  where: rank 0\n"
-    code, out = _explained(tmp_path, capsys, f"loss 1.0\n{log}{log}bye\n{verdict}")
-    assert (code, out) == (0, f"4: {OWN_ERROR}\n")
-
-
-def test_a_hang_that_the_launcher_reported_is_shown_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = (
-        "hang: rank 0 has waited 12 s in all_reduce #4 at train.py:57\n"
-        "      rank 1 (host b, pid 812) has not entered it: evaluate() at train.py:91\n"
-        "why:  only rank 1 is in evaluate().\n"
-        "fix:  call it on all ranks.\n"
-    )
-    code, out = _explained(tmp_path, capsys, f"step 4\n{report}step 5\n")
-    assert code == 0
-    assert report in out
-    assert _explained(tmp_path, capsys, "what hang: none\nstep 5\n")[0] == 1
-
-
-def test_reports_do_not_hide_other_errors(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = f"{OWN_ERROR}\nCUDA out of memory\nTraceback (most recent call last):\nmylib.Bad: 7\n"
-    out = _explained(tmp_path, capsys, text)[1]
-    assert [part.split(" ")[0] for part in out.split("\n\n")] == ["1:", "a", "The"]
-    assert explain.main([str(tmp_path / "log"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["reports"] == [{"line": 1, "text": OWN_ERROR}]
-=======
     parts = _explained(tmp_path, capsys, f"loss 1.0\n{report}CUDA out of memory\n")
     line = report.splitlines()[0].removeprefix("[1] ")
     expected = f"Paceline's own report says most; it begins at 2: {line}"
     assert (parts[0] == expected) == REPORTS[report]
->>>>>>> 24bfa14f (explain: names the first report and the first unknown error; cli: no completion, no --json of explain; our options of run come first)
 
 
 def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
 from paceline.report.page import to_html, to_markdown
 from paceline.report.run import load, thin_windows
-from paceline.report.sections import sections
+from paceline.report.sections import sections, title
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -71,18 +69,28 @@ def write_run(
     metrics.close()
 
 
+def _markdown(folder: Path) -> str:
+    run = load(str(folder))
+    return to_markdown(title(run), sections(run))
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
-    run = load(str(tmp_path / "a"))
-    assert run.missing == []
-    assert (run.steps, run.total_steps) == (100, 100)
-    text = to_markdown("a", sections(run))
-    assert "| steps | 100 of 100 |" in text
-    assert "| data | 1 |" in text  # ms of a step
+    write_run(tmp_path, script="train.py", workers=2)
+    assert load(str(tmp_path)).missing == []
+    text = _markdown(tmp_path)
+    for line in (
+        "# Paceline report: train.py",
+        f"| folder | {tmp_path} |",
+        "| steps | 100 of 100 |",
+        "| data | 1 | 16.7 % |",  # ms of a step
+        "| 1 | 0.01 | 1 | 0.01 |",  # the loss
+        "| 0 | 3 | 3 | 0.50 | 256 MiB |",  # a rank
+        "| workers | 2 |",
+        "| starts | 1 |",
+    ):
+        assert line in text.splitlines(), line
     slow = "rank 1 is slow: the others wait 3 ms in each step of 6 ms"
-    assert len(re.findall(slow, text)) == 2  # in the summary, and above the ranks
-    assert "| loss |" not in text
-    assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
+    assert text.count(slow) == 2  # in the summary, and above the ranks
 
 
 def test_a_run_without_its_fields_is_shown(tmp_path: Path) -> None:
@@ -93,8 +101,7 @@ def test_a_run_without_its_fields_is_shown(tmp_path: Path) -> None:
     for run in ({}, {"flops": 1e9}, {"strategy": "DDP"}):
         first = json.dumps({"step": 0, "run": run}).encode() + b"\n"
         path.write_bytes(b"".join([first, *lines]))
-        text = to_markdown("a", sections(load(str(tmp_path))))
-        assert "rank 1 is slow" in text
+        assert "rank 1 is slow" in _markdown(tmp_path)
 
 
 def test_a_further_loop_in_one_process_is_no_restart(tmp_path: Path) -> None:
@@ -107,38 +114,18 @@ def test_a_further_loop_in_one_process_is_no_restart(tmp_path: Path) -> None:
         assert len(load(str(tmp_path)).restarts) == restarts
 
 
-def test_two_runs_side_by_side(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", workers=0)
-    write_run(tmp_path / "b", workers=2, steps=50)
-    a, b = load(str(tmp_path / "a")), load(str(tmp_path / "b"))
-    text = to_markdown("a and b", sections(a, b))
-    assert "| workers | 0 | 2 |" in text
-    assert "| 100 of 100 | 50 of 50 |" in text
-    assert "trains 1.00 times as many samples per second" in text
-
-
-def test_all_settings_are_compared(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", compress=False)
-    write_run(tmp_path / "b", compress="bf16", time=2e9)
-    write_run(tmp_path / "c", compress="bf16", time=3e9)
-    a, b, c = (load(str(tmp_path / name)) for name in "abc")
-    assert "| compress | False | bf16 |" in to_markdown("a and b", sections(a, b))
-    assert "The two runs have the same settings." in to_markdown("b and c", sections(b, c))
-
-
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     write_run(tmp_path, steps=50, total_steps=345)
-    os.utime(tmp_path / "metrics.jsonl", (0, 0))
-    text = to_markdown("a", sections(load(str(tmp_path))))
-    sentence = "has not reached its last step: 50 of 345 steps, the last line was written at 20"
-    assert sentence in text  # the newer of the two files counts
-    write_run(tmp_path / "end", steps=50)
-    assert "its last step" not in to_markdown("a", sections(load(str(tmp_path / "end"))))
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))  # the newer of the two files counts
+    text = _markdown(tmp_path)
+    assert "| steps | 50 of 345 |" in text
+    assert "The run has not reached its last step." in text
+    assert "| last line written | 20" in text
 
 
 def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
     write_run(tmp_path / "a", ranks=1, data_s=0.0005)
-    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    text = _markdown(tmp_path / "a")
     assert "No bottleneck found. Checked: data, slow ranks, " in text
     # Ten windows, but three since the newest start.
     clock = JSONLines(tmp_path / "a" / record.FILE)
@@ -147,11 +134,11 @@ def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
     path = tmp_path / "a" / record.FILE
     *lines, last = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:8], last, *lines[8:]]))
-    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    text = _markdown(tmp_path / "a")
     assert "The time since the last start is too short for advice." in text
     assert "limits the run" not in text
     path.unlink()
-    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    text = _markdown(tmp_path / "a")
     assert "advice" not in text
     assert "it is not known where its time went" in text
 
@@ -176,7 +163,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     (tmp_path / "started" / "metrics.jsonl").unlink()
     run = load(str(tmp_path / "started"))
     assert run.missing[0] == "No step has been measured yet."
-    assert "No step has been measured yet." in to_markdown("x", sections(run))
+    assert "No step has been measured yet." in _markdown(tmp_path / "started")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,9 +174,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     err = capsys.readouterr().err
     assert "is not the folder of a run" in err
     assert "gone does not exist." in err
-    with pytest.raises(SystemExit) as caught:
-        command.main(["a", "b", "c"])
-    assert caught.value.code == ExitCode.USAGE
 
 
 def test_files_that_are_empty_or_may_not_be_read(
@@ -202,19 +186,12 @@ def test_files_that_are_empty_or_may_not_be_read(
         "There are no logged values: metrics.jsonl is missing or empty.",
     ]
     write_run(tmp_path)
-    opened = Path.open
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name in refused:
-            raise PermissionError(13, "Permission denied")
-        return opened(path, *args, **options)
+    def refuse(path: Path, *args: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "open", refuse)
-    refused = {record.FILE}
-    sentence = f"{tmp_path / record.FILE} cannot be read: Permission denied."
-    assert load(str(tmp_path)).missing == [sentence]
-    refused.add("metrics.jsonl")
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
+    with pytest.raises(ConfigError, match=f"{record.FILE} cannot be read: Permission denied"):
         load(str(tmp_path))
 
 
@@ -237,14 +214,12 @@ def test_lines_of_another_form_are_left_out(tmp_path: Path, name: str, line: Any
     last = json.loads(path.read_text().splitlines()[-1])
     with path.open("a") as file:
         file.write(json.dumps(last | line if isinstance(line, dict) else line) + "\n")
-    run = load(str(tmp_path))
-    assert run.missing == [f"Damaged and left out: 1 line of {name}."]
-    assert to_markdown("x", sections(run))
+    assert f"Damaged and left out: 1 line of {name}." in _markdown(tmp_path)
 
 
 def test_many_ranks_are_summarised(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=4096, steps=50, window=10)
-    text = to_markdown("big", sections(load(str(tmp_path))))
+    text = _markdown(tmp_path)
     assert "The 16 slowest of 4096 ranks are shown" in text
     assert "rank 4095 is slow" in text
     assert len(text) < 20_000
@@ -267,11 +242,6 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert re.search(rf'<figure role="img" aria-label="[^"]+"><div id="{name}">', page)
     assert command.main([str(tmp_path)]) == ExitCode.OK
     assert "report.html (" in capsys.readouterr().out
-    assert command.main([str(tmp_path), str(tmp_path)]) == ExitCode.OK
-    assert "compare.html (" in capsys.readouterr().out
-    assert len((tmp_path / "report.html").read_text()) < len(
-        (tmp_path / "compare.html").read_text()
-    )
 
 
 def test_numbers_keep_their_unit_and_paths_may_be_broken(tmp_path: Path) -> None:
@@ -281,17 +251,7 @@ def test_numbers_keep_their_unit_and_paths_may_be_broken(tmp_path: Path) -> None
     body = page.partition("<body>")[2].partition("<script")[0]
     assert "16.7\u00a0%" in body
     assert not re.search(r"\d (%|ms\b)", body)
-    assert f'<th scope="row">{str(tmp_path).replace("/", "/<wbr>")}</th>' in body
-
-
-class Counted(list[Any]):
-    """Counts how often it is read from its begin."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        return super().__iter__()
+    assert f"<td>{str(tmp_path).replace('/', '/<wbr>')}</td>" in body
 
 
 def test_damaged_checkpoints_cost_one_more_listing(
@@ -313,23 +273,14 @@ def test_damaged_checkpoints_cost_one_more_listing(
     assert len(listed) == 2
 
 
-def test_a_report_reads_the_windows_a_few_times(tmp_path: Path) -> None:
-    write_run(tmp_path, steps=1000)
-    run = load(str(tmp_path))
-    windows = Counted(run.record.windows)
-    sections(replace(run, record=replace(run.record, windows=windows)))
-    assert windows.passes < 50  # not once for each phase of each point of a chart
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [500, 1200])  # Chromium makes no smaller window
+@pytest.mark.parametrize("width", [500, 1400])  # Chromium makes no smaller window
 def test_every_chart_is_drawn_and_the_console_is_empty(tmp_path: Path, width: int) -> None:
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
-    write_run(tmp_path / "a", steps=200)
-    write_run(tmp_path / "b", steps=100, ranks=3)
-    parts = sections(load(str(tmp_path / "a")), load(str(tmp_path / "b")))
+    write_run(tmp_path, steps=200, ranks=3)
+    parts = sections(load(str(tmp_path)))
     page = tmp_path / "report.html"
-    page.write_text(to_html("a and b", parts))
+    page.write_text(to_html("a", parts))
     assert CHROMIUM is not None
     done = subprocess.run(
         [
@@ -344,12 +295,13 @@ def test_every_chart_is_drawn_and_the_console_is_empty(tmp_path: Path, width: in
     )
     assert "CONSOLE" not in done.stderr
     charts = sum(section.chart is not None for section in parts)
-    assert charts > 5
+    assert charts == 4
     drawn = re.findall(r'<svg [^>]*class="marks"[^>]*>', done.stdout)
     assert len(drawn) == charts
-    # On a phone, too, a chart has the width of the page.
+    # On a phone a chart has the width of the page; on a screen two are side by side.
     widths = [int(found[1]) for svg in drawn if (found := re.search(r' width="(\d+)"', svg))]
-    assert all(0.7 * min(width, 1024) < each <= width for each in widths), widths
+    columns = width // 600 or 1
+    assert all(0.7 * width < columns * each <= width for each in widths), widths
 
 
 def _window(step: int, ranks: int) -> Window:

@@ -50,10 +50,6 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(summary(ranks)))
         write_trace(merge(ranks), args.output)
         print(f"{args.output}: open it at https://ui.perfetto.dev or chrome://tracing")
-        for snapshot in sorted(folder.glob("memory-*.pickle")):
-            target = args.output.with_name(f"{args.output.name.partition('.')[0]}-{snapshot.name}")
-            shutil.copyfile(snapshot, target)
-            print(f"{target}: open it at https://docs.pytorch.org/memory_viz")
     except ConfigError as error:
         print(f"paceline profile: {error}", file=sys.stderr)
         return code or ExitCode.DATA

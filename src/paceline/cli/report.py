@@ -10,10 +10,9 @@ from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 
-HELP = "write a report about a run, or about two runs side by side"
+HELP = "write a report about a run"
 _EXAMPLES = {
     "paceline report runs/a": "write runs/a/report.html, which needs no network",
-    "paceline report runs/a runs/b": "write runs/a/compare.html: both side by side, and what differs",
     "paceline report runs/a --md": "print the report as Markdown",
 }
 _EXIT_CODES: dict[ExitCode | str, str] = {
@@ -26,31 +25,22 @@ _EXIT_CODES: dict[ExitCode | str, str] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run `paceline report` with these arguments."""
-    ours = parser()
-    args = ours.parse_args(argv)
-    if len(args.runs) > 2:
-        ours.error("a report is about one run or two.")
+    args = parser().parse_args(argv)
     from paceline.report.page import to_html, to_markdown
     from paceline.report.run import load
-    from paceline.report.sections import sections
+    from paceline.report.sections import sections, title
 
     try:
-        runs = [load(folder) for folder in args.runs]
+        run = load(args.run)
     except ConfigError as error:
         print(f"paceline report: {error}", file=sys.stderr)
         return ExitCode.DATA
-    title = " and ".join(run.name for run in runs)
-    found = sections(*runs)
-    if args.md:
-        text, path = to_markdown(title, found), args.output
-    else:
-        name = "report.html" if len(args.runs) == 1 else "compare.html"
-        path = args.output or Path(args.runs[0]) / name
-        try:
-            text = to_html(title, found)
-        except ConfigError as error:
-            print(f"paceline report: {error}", file=sys.stderr)
-            return ExitCode.USAGE
+    path = args.output or (None if args.md else Path(args.run) / "report.html")
+    try:
+        text = (to_markdown if args.md else to_html)(title(run), sections(run))
+    except ConfigError as error:
+        print(f"paceline report: {error}", file=sys.stderr)
+        return ExitCode.USAGE
     if path is None:
         print(text, end="")
         return ExitCode.OK
@@ -71,15 +61,9 @@ def parser() -> CommandParser:
         examples=_EXAMPLES,
         exit_codes=_EXIT_CODES,
     )
+    ours.add_argument("run", metavar="RUN", help="folder of a run")
     ours.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run; a second one is compared"
-    )
-    ours.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: RUN/report.html, or compare.html about two runs",
+        *("-o", "--output"), type=Path, metavar="FILE", help="default: RUN/report.html"
     )
     ours.add_argument("--md", action="store_true", help="Markdown, to standard output without -o")
     return ours

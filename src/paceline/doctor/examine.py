@@ -51,7 +51,7 @@ def examine() -> Facts:
     launcher the facts are those of this process, and two new ranks on this host do the all-reduce.
 
     Raises:
-        LauncherError: the launcher's variables are incomplete or contradict each other.
+        ConfigError: the launcher's variables are incomplete or contradict each other.
         CollectiveTimeout: a rank did not come.
     """
     info = environment.read(os.environ)

@@ -17,13 +17,9 @@ from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline import torch_private
 from paceline.shm.work_queue import WorkQueue
 
 _VARIABLE = "PACELINE_PROFILE"
-_RECORD_MEMORY = "torch.cuda.memory._record_memory_history"
-_DUMP_MEMORY = "torch.cuda.memory._dump_snapshot"
-_MEMORY_EVENTS = 100_000
 
 
 def environment(folder: Path, skip: int, steps: int) -> dict[str, str]:
@@ -73,8 +69,6 @@ class Recorder:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-            if record := torch_private.find(_RECORD_MEMORY):
-                record(max_entries=_MEMORY_EVENTS)
         self._profile = profile(activities=activities)
         self._profile.start()
 
@@ -100,14 +94,7 @@ class Recorder:
             for event in recorder.key_averages()
             if event.device_type == DeviceType.CPU
         ]
-        facts = {
-            "rank": rank,
-            "steps": steps,
-            "totals": totals,
-        }
-        dump = torch_private.find(_DUMP_MEMORY)
-        if torch.cuda.is_available() and dump is not None:
-            dump(str(self._folder / f"memory-{rank}.pickle"))
+        facts = {"rank": rank, "steps": steps, "totals": totals}
         (self._folder / f"facts-{rank}.json").write_text(json.dumps(facts))
 
 

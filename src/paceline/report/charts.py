@@ -25,6 +25,46 @@ COLORS = {
 }
 _HEIGHT = 220
 _ROW = 28  # pixels of a bar
+_NUMBER = {"type": "quantitative"}
+_STEP = {"field": "step", **_NUMBER, "title": "step"}
+_MS = {"field": "ms", **_NUMBER, "title": "ms of one step"}
+
+
+def curve(points: Sequence[tuple[int, float]], title: str) -> Spec:
+    """A line over the steps."""
+    values = [{"step": step, "value": value} for step, value in points]
+    return _spec(
+        values,
+        mark={"type": "line", "point": len(values) < 40, "tooltip": True},
+        encoding={
+            "x": _STEP,
+            "y": {"field": "value", **_NUMBER, "title": title, "scale": {"zero": False}},
+        },
+    )
+
+
+def breakdown(values: Sequence[Mapping[str, Any]]) -> Spec:
+    """Areas over the steps. Values have `step`, `phase`, `order` and `ms`, for one step."""
+    return _spec(
+        values,
+        mark={"type": "area", "interpolate": "step-after", "tooltip": True},
+        encoding={"x": _STEP, "y": {**_MS, "stack": "zero"}, **_phases(values)},
+    )
+
+
+def bars(values: Sequence[Mapping[str, Any]]) -> Spec:
+    """One bar for each rank. Values have `row`, `phase`, `order` and `ms`, for one step."""
+    rows = list(dict.fromkeys(value["row"] for value in values))
+    return _spec(
+        values,
+        height=_ROW * len(rows),
+        mark={"type": "bar", "tooltip": True},
+        encoding={
+            "y": {"field": "row", "type": "nominal", "sort": rows, "title": "rank"},
+            "x": {**_MS, "stack": "zero"},
+            **_phases(values),
+        },
+    )
 
 
 def _spec(values: Sequence[Mapping[str, Any]], **more: Any) -> Spec:
@@ -32,93 +72,13 @@ def _spec(values: Sequence[Mapping[str, Any]], **more: Any) -> Spec:
 
 
 def _phases(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The color of each phase that occurs, in the order of a step."""
+    """The color and the place of each phase that occurs, in the order of a step."""
     present = {value["phase"] for value in values}
     domain = [phase for phase in PHASES if phase in present]
-    return {
+    color = {
         "field": "phase",
         "type": "nominal",
-        "sort": domain,
         "scale": {"domain": domain, "range": [COLORS[phase] for phase in domain]},
-        "legend": {"orient": "bottom", "columns": 3, "title": None},
+        "legend": {"orient": "bottom", "columns": 4, "title": None},
     }
-
-
-def curve(values: Sequence[Mapping[str, Any]], title: str) -> Spec:
-    """Lines over the steps. Values have `step`, `value` and `run`."""
-    runs = list(dict.fromkeys(value["run"] for value in values))
-    run: dict[str, Any] = {
-        "field": "run",
-        "type": "nominal",
-        "scale": {"domain": runs},  # in the order of the tables
-        "legend": {"orient": "bottom", "title": None},
-    }
-    return _spec(
-        values,
-        mark={"type": "line", "point": len(values) < 40, "tooltip": True},
-        encoding={
-            "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {
-                "field": "value",
-                "type": "quantitative",
-                "title": title,
-                "scale": {"zero": False},
-            },
-            **({"color": run, "strokeDash": run} if len(runs) > 1 else {}),
-        },
-    )
-
-
-def breakdown(values: Sequence[Mapping[str, Any]]) -> Spec:
-    """Areas over the steps. Values have `step`, `phase` and `ms`, for one step."""
-    return _spec(
-        values,
-        mark={"type": "area", "interpolate": "step-before", "tooltip": True},
-        encoding={
-            "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {
-                "field": "ms",
-                "type": "quantitative",
-                "title": "ms of one step",
-                "stack": "zero",
-            },
-            "color": _phases(values),
-            "order": {"field": "order", "type": "quantitative"},
-        },
-    )
-
-
-def bars(values: Sequence[Mapping[str, Any]], title: str) -> Spec:
-    """One bar for each `row`. Values have `row`, `phase` and `ms`, for one step."""
-    rows = list(dict.fromkeys(value["row"] for value in values))
-    return _spec(
-        values,
-        height=_ROW * len(rows),
-        mark={"type": "bar", "tooltip": True},
-        encoding={
-            "y": {"field": "row", "type": "nominal", "sort": rows, "title": title},
-            "x": {
-                "field": "ms",
-                "type": "quantitative",
-                "title": "ms of one step",
-                "stack": "zero",
-            },
-            "color": _phases(values),
-            "order": {"field": "order", "type": "quantitative"},
-        },
-    )
-
-
-def events(values: Sequence[Mapping[str, Any]], unit: str) -> Spec:
-    """Marks in time. Values have `passed` (in `unit`), `kind` and `text`."""
-    kinds = list(dict.fromkeys(value["kind"] for value in values))
-    return _spec(
-        values,
-        height=_ROW * 2 * len(kinds),
-        mark={"type": "point", "filled": True, "size": 70, "tooltip": {"content": "data"}},
-        encoding={
-            "x": {"field": "passed", "type": "quantitative", "title": f"{unit} since the start"},
-            "y": {"field": "kind", "type": "nominal", "title": None},
-            "shape": {"field": "kind", "type": "nominal", "legend": None},
-        },
-    )
+    return {"color": color, "order": {"field": "order", **_NUMBER}}

@@ -19,11 +19,12 @@ _STYLE = """
   --link: #0b5cad; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e8eb; --page: #14171a; --line: #3a4149; --soft: #1d2125; --link: #79b8ff; } }
-body { margin: 0 auto; max-width: 64rem; padding: 1rem; color: var(--text); background: var(--page);
+body { margin: 0; padding: 1rem 2rem; color: var(--text); background: var(--page);
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
+main { display: grid; gap: 0 3rem; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); }
+section { min-width: 0; }
 p { margin: .3rem 0; }
 p.first { padding: .6rem .8rem; background: var(--soft); border-left: 4px solid var(--link); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -60,7 +61,7 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
     """The report as Markdown, with the tables instead of the charts."""
     lines = [f"# {title}", ""]
     for section in sections:
-        lines += [f"{'#' * section.level} {section.title}", ""]
+        lines += [f"## {section.title}", ""]
         lines += [f"{text}\n" for text in section.text]
         if section.table is not None:
             table = section.table
@@ -117,13 +118,11 @@ def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
     yield f"<h1>{html.escape(title)}</h1>"
     yield '<nav aria-label="Sections"><ul>'
     for number, section in enumerate(sections):
-        if section.level == 2:
-            yield f'<li><a href="#section{number}">{html.escape(section.title)}</a></li>'
+        yield f'<li><a href="#section{number}">{html.escape(section.title)}</a></li>'
     yield "</ul></nav>\n<main>"
     for number, section in enumerate(sections):
-        tag = f"h{section.level}"
         yield f'<section aria-labelledby="section{number}">'
-        yield f'<{tag} id="section{number}">{_inline(section.title)}</{tag}>'
+        yield f'<h2 id="section{number}">{_inline(section.title)}</h2>'
         for at, text in enumerate(section.text):
             mark = ' class="first"' if number == at == 0 else ""
             yield f"<p{mark}>{_inline(text)}</p>"

@@ -140,13 +140,17 @@ class RunReader:
                 f"{self._folder} {problem}.",
                 fix="give the folder of `training.report` or `Trainer`.",
             )
-        self._read_clock()
-        self._read_metrics()
+        try:
+            self._read_clock()
+            self._read_metrics()
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} cannot be read: {error.strerror}.",
+                fix="read it as a user who may.",
+            ) from error
         checkpoints, damaged = _checkpoints(path)
         files = (self._clock, self._metrics)
-        if not (checkpoints or any(file.is_read for file in files)):
-            if problems := [file.problem for file in files if file.problem]:
-                raise ConfigError(" ".join(problems), fix="read it as a user who may.")
+        if not (checkpoints or any(file.written for file in files)):
             raise ConfigError(
                 f"{self._folder} is not the folder of a run: it holds no {METRICS}, no {clock_record.FILE} "
                 "and no checkpoint.",
@@ -189,11 +193,11 @@ class RunReader:
 
     def _missing(self) -> list[str]:
         """Sentences about what the folder lacks."""
-        missing = [file.problem for file in (self._clock, self._metrics) if file.problem]
-        if self._clock.is_read:
+        missing = []
+        if self._clock.written:
             if not self._record.windows:
                 missing.append("No step has been measured yet.")
-        elif not self._clock.problem:
+        else:
             missing.append(
                 f"There is no {clock_record.FILE}: the run was made by an older version, or has no step yet. "
                 "So it is not known where its time went."
@@ -208,7 +212,7 @@ class RunReader:
                 missing.append(
                     f"The last line of {file.name} is incomplete: the run writes it now, or was interrupted."
                 )
-        if not (self._logged or self._metrics.problem):
+        if not self._logged:
             missing.append(f"There are no logged values: {METRICS} is missing or empty.")
         return missing
 
@@ -218,9 +222,7 @@ class _NewLines:
 
     Attributes:
         name: Of the file.
-        is_read: Whether the file could be read.
         is_torn: Whether its last line is incomplete, which is left for the next call.
-        problem: Why the file exists but cannot be read; otherwise empty.
         written: When it was last written, in seconds since the epoch; 0 if it does not exist.
     """
 
@@ -229,8 +231,7 @@ class _NewLines:
         self.name = path.name
         self._file = (0, 0)  # device and inode
         self._end = 0  # of what has been read
-        self.is_read = self.is_torn = False
-        self.problem = ""
+        self.is_torn = False
         self.written = 0.0
 
     def read(self, most: int | None) -> tuple[list[bytes], bool]:
@@ -240,7 +241,6 @@ class _NewLines:
             most: How many of the newest lines; None for all. In any case all lines that describe the run are
                 returned, before the others.
         """
-        self.problem = ""
         described: list[bytes] = []
         newest: deque[bytes] = deque(maxlen=most)
         try:
@@ -261,10 +261,6 @@ class _NewLines:
                     (described if _RUN.match(line) else newest).append(line)
         except FileNotFoundError:
             return [], False
-        except OSError as error:
-            self.problem = f"{self._path} cannot be read: {error.strerror}."
-            return [], False
-        self.is_read = True
         return [*described, *newest], is_new
 
 

@@ -1,21 +1,20 @@
-"""What a report says: sections with sentences, tables and charts, for one run or two. Pure."""
+"""What a report says: sections with sentences, tables and charts. Pure."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.clock.judge import CHECKED
-from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES
 from paceline.machine import format_bytes
 from paceline.report import charts
 from paceline.report.run import Run, merge, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
-_SHOWN_EVENTS = 20  # besides restarts
+_SHOWN_EVENTS = 20
 # What describes a start, but is no setting.
 _NO_SETTINGS = ("time", "step", "total_steps")
 
@@ -44,155 +43,92 @@ class Section:
     table: Table | None = None
     chart: charts.Spec | None = None
     alt: str = ""
-    level: int = field(default=2)
 
 
-def sections(run: Run, other: Run | None = None) -> list[Section]:
-    """The report about a run, or about two runs side by side."""
-    runs = [run] if other is None else [run, other]
-    found = [_summary(runs)]
-    if other is not None:
-        found.append(_differences(run, other))
-    found += _curves(runs)
-    for each in runs:
-        name = f": {each.name}" if other is not None else ""
-        parts = (_breakdown, _ranks, _events, _memory, _environment)
-        found += [part for make in parts for part in make(each, name)]
-    return found
+def title(run: Run) -> str:
+    """What the report is about: the script, or else the folder."""
+    return f"Paceline report: {run.record.run.get('script') or run.name}"
 
 
-def _summary(runs: Sequence[Run]) -> Section:
-    facts: list[tuple[str, Callable[[Run], str]]] = [
-        ("steps", _progress),
-        ("time in the loop", lambda run: _duration(run.seconds)),
-        ("samples per second", lambda run: _number(run.samples_per_s)),
-        *(
-            [("use of the devices", lambda run: run.utilisation or "unknown")]
-            if any(run.utilisation for run in runs)
-            else []
-        ),
-        ("ranks", lambda run: str(run.record.run.get("world_size", "unknown"))),
-        ("starts", lambda run: str(len(run.record.runs) or "unknown")),
-        ("checkpoints", lambda run: str(len(run.checkpoints))),
-        (
-            "last loss",
-            lambda run: _number(run.last["loss"]) if "loss" in run.last else "not logged",
-        ),
+def sections(run: Run) -> list[Section]:
+    """The report about a run."""
+    parts = (_curves, _throughput, _breakdown, _ranks, _events, _environment)
+    return [_summary(run), *(section for part in parts for section in part(run))]
+
+
+def _summary(run: Run) -> Section:
+    starts = [start["time"] for start in run.record.runs if "time" in start]
+    rows = [
+        ["folder", run.name],
+        ["began", _clock(starts[0]) if starts else "unknown"],
+        ["last line written", _clock(run.written) if run.written else "never"],
+        ["steps", _progress(run)],
+        ["time in the loop", _duration(run.seconds)],
+        ["samples per second", _number(run.samples_per_s)],
+        *([["use of the devices", run.utilisation]] if run.utilisation else []),
+        ["ranks", str(run.record.run.get("world_size", "unknown"))],
+        ["starts", str(len(run.record.runs) or "unknown")],
+        ["checkpoints", str(len(run.checkpoints))],
+        ["last loss", _number(run.last["loss"]) if "loss" in run.last else "not logged"],
     ]
-    facts += [
-        (phase, _share_of(phase)) for phase in PHASES if any(phase in r.phases_s for r in runs)
-    ]
-    text = []
-    for run in runs:
-        whose = f"{run.name}: " if len(runs) > 1 else ""
-        text += [f"{whose}{finding}." for finding in run.findings or ()]
-        if run.findings is None and run.record.windows:
-            text.append(f"{whose}The time since the last start is too short for advice.")
-        elif run.findings == []:
-            text.append(f"{whose}No bottleneck found. Checked: {CHECKED}.")
-        if run.total_steps and run.steps < run.total_steps and run.written:
-            text.append(
-                f"{whose}The run has not reached its last step: {_progress(run)} steps, the last line was "
-                f"written at {_clock(run.written)}."
-            )
-        text += [whose + sentence for sentence in run.missing]
-    rows = [[name, *(value(run) for run in runs)] for name, value in facts]
-    return Section(title="Summary", text=text, table=Table(["", *(r.name for r in runs)], rows))
+    text = [f"{finding}." for finding in run.findings or ()]
+    if run.findings is None and run.record.windows:
+        text.append("The time since the last start is too short for advice.")
+    elif run.findings == []:
+        text.append(f"No bottleneck found. Checked: {CHECKED}.")
+    if run.total_steps and run.steps < run.total_steps and run.written:
+        text.append("The run has not reached its last step.")
+    return Section(title="Summary", text=[*text, *run.missing], table=Table(["", ""], rows))
 
 
 def _progress(run: Run) -> str:
     return f"{run.steps:,} of {run.total_steps:,}" if run.total_steps else f"{run.steps:,}"
 
 
-def _share_of(phase: str) -> Callable[[Run], str]:
-    def text(run: Run) -> str:
-        return _percent(run.phases_s.get(phase, 0.0) / run.seconds) if run.seconds else "unknown"
-
-    return text
-
-
-def _differences(run: Run, other: Run) -> Section:
-    first, second = run.record.run, other.record.run
-    names = [
-        n for n in {**first, **second} if n not in _NO_SETTINGS and first.get(n) != second.get(n)
-    ]
-    rows = [[name, str(first.get(name, "-")), str(second.get(name, "-"))] for name in names]
-    text = [] if rows else ["The two runs have the same settings."]
-    if run.samples_per_s and other.samples_per_s:
-        ratio = other.samples_per_s / run.samples_per_s
-        text.append(
-            f"{other.name} trains {ratio:.2f} times as many samples per second as {run.name}."
-        )
-    return Section(
-        title="What differs",
-        text=text,
-        table=Table(["setting", run.name, other.name], rows) if rows else None,
-    )
-
-
-def _curves(runs: Sequence[Run]) -> Iterator[Section]:
-    names = sorted({name for run in runs for name in run.curves}, key=lambda n: (n != "loss", n))
-    for name in names:
-        values = [
-            {"step": step, "value": value, "run": run.name}
-            for run in runs
-            for step, value in thin(run.curves.get(name, ()))
-        ]
-        rows = [
-            [run.name, *map(_number, (curve[0], min(curve), max(curve), curve[-1]))]
-            for run in runs
-            if (curve := [value for _, value in run.curves.get(name, ())])
-        ]
+def _curves(run: Run) -> Iterator[Section]:
+    for name in sorted(run.curves, key=lambda name: (name != "loss", name)):
+        values = [value for _, value in run.curves[name]]
+        row = map(_number, (values[0], min(values), max(values), values[-1]))
         yield Section(
-            title=name.capitalize() if name == "loss" else name,
-            table=Table(["run", "first", "lowest", "highest", "last"], rows),
-            chart=charts.curve(values, name),
+            title="Loss" if name == "loss" else name,
+            table=Table(["first", "lowest", "highest", "last"], [list(row)]),
+            chart=charts.curve(thin(run.curves[name]), name),
             alt=f"{name} over the steps",
-            level=3 if name != "loss" else 2,
         )
-    values = [
-        {"step": w.step, "value": w.samples * w.num_ranks / sum(w.wall_s), "run": run.name}
-        for run in runs
-        for w in thin_windows(run.record.windows)
-    ]
-    if values:
-        rows = [[run.name, _number(run.samples_per_s)] for run in runs if run.record.windows]
+
+
+def _throughput(run: Run) -> Iterator[Section]:
+    windows = thin_windows(run.record.windows)
+    if windows:
+        rates = [(w.step, w.samples * w.num_ranks / sum(w.wall_s)) for w in windows]
         yield Section(
             title="Throughput",
-            table=Table(["run", "samples per second, median"], rows),
-            chart=charts.curve(values, "samples per second"),
+            table=Table(["samples per second, median"], [[_number(run.samples_per_s)]]),
+            chart=charts.curve(rates, "samples per second"),
             alt="samples per second over the steps",
         )
 
 
-def _order(phase: str) -> int:
-    return PHASES.index(phase)
-
-
-def _breakdown(run: Run, name: str) -> Iterator[Section]:
-    if not run.record.windows:
+def _breakdown(run: Run) -> Iterator[Section]:
+    windows = thin_windows(run.record.windows)
+    if not windows:
         return
+    first = run.record.windows[0]
+    # An area begins at the first step of its window, and the last one needs an end.
+    begins = [first.step - first.steps, *(window.step for window in windows)]
     values = [
-        {
-            "step": w.step,
-            "phase": phase,
-            "ms": 1e3 * sum(spent) / w.num_ranks / w.steps,
-            "order": _order(phase),
-        }
-        for w in thin_windows(run.record.windows)
-        for phase, spent in w.spent_s.items()
-        if phase in run.phases_s
+        {"step": begin, "ms": 1e3 * sum(window.spent_s[phase]) / n, **_phase(phase)}
+        for begin, window in zip(begins, [*windows, windows[-1]], strict=True)
+        if (n := window.num_ranks * window.steps)
+        for phase in run.phases_s
     ]
     steps = sum(w.steps for w in run.record.windows)
-    first = run.record.windows[0]
-    begin = first.step - first.steps
-    values = [v | {"step": begin} for v in values if v["step"] == values[0]["step"]] + values
     rows = [
-        [phase, _ms(seconds / steps), _percent(seconds / run.seconds)]
+        [phase, _ms(seconds / steps), f"{100 * seconds / run.seconds:.1f} %"]
         for phase, seconds in run.phases_s.items()
     ]
     yield Section(
-        title=f"Where the time goes{name}",
+        title="Where the time goes",
         text=[
             "Mean over the ranks. Communication: time in which a rank waits for others and computes nothing."
         ],
@@ -202,25 +138,25 @@ def _breakdown(run: Run, name: str) -> Iterator[Section]:
     )
 
 
-def _same_size(run: Run) -> list[Window]:
-    """The windows with as many ranks as the last one."""
+def _phase(name: str) -> dict[str, Any]:
+    return {"phase": name, "order": PHASES.index(name)}
+
+
+def _ranks(run: Run) -> Iterator[Section]:
     windows = run.record.windows
-    return [w for w in windows if w.num_ranks == windows[-1].num_ranks] if windows else []
-
-
-def _ranks(run: Run, name: str) -> Iterator[Section]:
-    windows = _same_size(run)
-    if not windows or windows[-1].num_ranks < 2:
+    if not windows:
         return
-    whole = merge(windows)
+    # The windows with as many ranks as the last one.
+    whole = merge([w for w in windows if w.num_ranks == windows[-1].num_ranks])
     ranks = range(whole.num_ranks)
-    waits = [wait / whole.steps for wait in whole.spent_s["communication"]]
+    waits = [whole.spent_s["communication"][rank] / whole.steps for rank in ranks]
     own = [whole.wall_s[rank] / whole.steps - waits[rank] for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: -own[rank])
-    shown = sorted(slowest[:_SHOWN_RANKS] if len(ranks) > _SHOWN_RANKS else ranks)
-    text = [f"{each.title}." for each in run.findings or () if each.kind == "straggler"]
-    if run.findings is not None and not text:
-        text.append("No rank holds up the others.")
+    shown = sorted(slowest[:_SHOWN_RANKS])
+    text = []
+    if run.findings is not None and len(ranks) > 1:
+        slow = [f"{each.title}." for each in run.findings if each.kind == "straggler"]
+        text += slow or ["No rank holds up the others."]
     if len(ranks) > len(shown):
         quantiles = sorted(own)
         low, high = quantiles[len(own) // 10], quantiles[-1 - len(own) // 10]
@@ -229,36 +165,41 @@ def _ranks(run: Run, name: str) -> Iterator[Section]:
             f"takes {_ms(low)} to {_ms(high)} ms of a step."
         )
     values = [
-        {"row": str(rank), "phase": p, "ms": 1e3 * s[rank] / whole.steps, "order": _order(p)}
+        {"row": str(rank), "ms": 1e3 * whole.spent_s[phase][rank] / whole.steps, **_phase(phase)}
         for rank in shown
-        for p, s in whole.spent_s.items()
-        if sum(s)
+        for phase in PHASES
+        if sum(whole.spent_s[phase])
     ]
-    rows = [[str(r), _ms(own[r]), _ms(waits[r]), _busy(run, whole.busy[r])] for r in shown]
+    on_cpu = run.record.run.get("device", "cpu") == "cpu"
+    rows = [
+        [
+            str(rank),
+            _ms(own[rank]),
+            _ms(waits[rank]),
+            _busy(whole.busy[rank], on_cpu=on_cpu),
+            format_bytes(int(whole.memory_bytes[rank])),
+        ]
+        for rank in shown
+    ]
+    busy = "cores in use" if on_cpu else "GPU busy"
+    head = ["rank", "own work, ms of a step", "waiting, ms", busy, "most memory"]
     yield Section(
-        title=f"Ranks{name}",
+        title="Ranks",
         text=text,
-        table=Table(["rank", "own work, ms of a step", "waiting, ms", _busy_name(run)], rows),
-        chart=charts.bars(values, "rank"),
+        table=Table(head, rows),
+        chart=charts.bars(values),
         alt="the milliseconds of each phase of a step, one bar for each rank",
     )
 
 
-def _busy_name(run: Run) -> str:
-    return "cores in use" if run.record.run.get("device", "cpu") == "cpu" else "GPU busy"
-
-
-def _busy(run: Run, value: float) -> str:
+def _busy(value: float, *, on_cpu: bool) -> str:
     if value < 0:
         return "unknown"
-    return f"{value:.2f}" if _busy_name(run) == "cores in use" else f"{100 * value:.0f} %"
+    return f"{value:.2f}" if on_cpu else f"{100 * value:.0f} %"
 
 
-def _events(run: Run, name: str) -> Iterator[Section]:
-    starts = [each["time"] for each in run.record.runs if "time" in each]
-    windows = run.record.windows
-    if not starts:
-        return
+def _events(run: Run) -> Iterator[Section]:
+    """Restarts, checkpoints and evaluations in the order of time."""
     found: list[tuple[float, str, str]] = [
         (each["time"], "restart", f"started again after step {each['step']:,}")
         for each in run.restarts
@@ -268,70 +209,33 @@ def _events(run: Run, name: str) -> Iterator[Section]:
         (at, "checkpoint", f"step {step:,}, {format_bytes(size)}")
         for step, size, at in run.checkpoints
     ]
-    for phase in ("evaluation", "checkpoint"):
-        stalls = [
-            (w.time, max(w.spent_s[phase]), w.step) for w in windows if max(w.spent_s[phase]) > 0
-        ]
-        kind = "evaluation" if phase == "evaluation" else "blocked by a checkpoint"
-        found += [(at, kind, f"{_ms(s)} ms, up to step {step:,}") for at, s, step in stalls]
+    found += [
+        (w.time, "evaluation", f"{_ms(seconds)} ms, up to step {w.step:,}")
+        for w in run.record.windows
+        if (seconds := max(w.spent_s["evaluation"])) > 0
+    ]
     if not found:
         return
-    found.sort()
-    unit, unit_s = ("minutes", 60) if found[-1][0] - starts[0] > 120 else ("seconds", 1)
-    values = [
-        {"passed": round((at - starts[0]) / unit_s, 4), "kind": kind, "text": what}
-        for at, kind, what in found
-    ]
-    restarts = [event for event in found if event[1] == "restart"]
-    others = [event for event in found if event[1] != "restart"]
-    text = f"{len(restarts) or 'No'} restart{'' if len(restarts) == 1 else 's'}."
-    if len(others) > _SHOWN_EVENTS:
-        text += f" The table lists the last {_SHOWN_EVENTS} other events."
-    rows = [[_clock(at), kind, what] for at, kind, what in restarts + others[-_SHOWN_EVENTS:]]
+    count = len(run.restarts)
+    text = f"{count or 'No'} restart{'' if count == 1 else 's'}."
+    if len(found) > _SHOWN_EVENTS:
+        text += f" The table lists the last {_SHOWN_EVENTS} of {len(found)} events."
+    rows = [[_clock(at), kind, what] for at, kind, what in sorted(found)[-_SHOWN_EVENTS:]]
     yield Section(
-        title=f"Restarts, checkpoints and evaluations{name}",
+        title="Restarts, checkpoints and evaluations",
         text=[text],
         table=Table(["time", "event", "what"], rows),
-        chart=charts.events(values, unit),
-        alt="restarts, checkpoints and evaluations in time",
     )
 
 
-def _memory(run: Run, name: str) -> Iterator[Section]:
-    windows = _same_size(run)
-    if not windows:
-        return
-    whole = merge(windows)
-    largest = sorted(range(whole.num_ranks), key=lambda rank: -whole.memory_bytes[rank])[
-        :_SHOWN_RANKS
+def _environment(run: Run) -> Iterator[Section]:
+    rows = [
+        [key, str(value)]
+        for key, value in run.record.run.items()
+        if value is not None and key not in _NO_SETTINGS
     ]
-    values = [
-        {"step": w.step, "value": w.memory_bytes[rank] / 2**20, "run": f"rank {rank}"}
-        for w in thin_windows(windows)
-        for rank in sorted(largest[:4])
-    ]
-    rows = [[str(rank), format_bytes(int(whole.memory_bytes[rank]))] for rank in sorted(largest)]
-    yield Section(
-        title=f"Memory{name}",
-        table=Table(["rank", "most memory"], rows),
-        chart=charts.curve(values, "MiB"),
-        alt="memory in use over the steps, of the ranks that use most",
-    )
-
-
-def _environment(run: Run, name: str) -> Iterator[Section]:
-    facts = run.record.run
-    if facts:
-        rows = [
-            [key, str(value)]
-            for key, value in facts.items()
-            if value is not None and key not in _NO_SETTINGS
-        ]
-        yield Section(title=f"Environment{name}", table=Table(["setting", "value"], rows))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    if rows:
+        yield Section(title="Environment", table=Table(["setting", "value"], rows))
 
 
 def _ms(seconds: float) -> str:
@@ -339,17 +243,13 @@ def _ms(seconds: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if not seconds:
-        return "unknown"
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{seconds:.1f} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{seconds:.1f} s" if seconds else "unknown"
 
 
 def _number(value: Any) -> str:
