@@ -127,12 +127,6 @@ NAMES = (
         why="torch asks it, and no public method, which rank sent what `recv` received from any rank",
         without="`recv` from any rank does not return the sender over MPI",
     ),
-    # data
-    PrivateName(
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        why="DataLoader ends its workers when its iterator is deleted; a traceback can keep the iterator",
-        without="loader workers are killed instead of asked to end",
-    ),
     # parallel
     PrivateName(
         "torch.distributed.Reducer._autograd_hook",

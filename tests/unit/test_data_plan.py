@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import plan as plan_module
-from paceline.data.plan import Permutation, Plan, Position, look_up
+from paceline.data.plan import Permutation, Plan, Position
 from paceline.errors import ConfigError
 from paceline.job import rng
 
@@ -102,14 +102,14 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
         assert len(steps) == 2 * _plan(n, b, b).steps_per_epoch
         for world, micro in itertools.product(range(1, 6), range(1, b + 1)):
             plans = [Plan(n, b, micro, True, rank, world, aligned) for rank in range(world)]
-            for _, offset, size in steps:
-                dealt = [list(plan.micro_batch_ranges(offset, size, False)) for plan in plans]
+            for _, _, size in steps:
+                dealt = [list(plan.micro_batch_ranges(size, False)) for plan in plans]
                 pieces = [piece for own in dealt for piece in own]
                 places = [place for begin, end, _ in pieces for place in range(begin, end)]
-                assert places == list(range(offset, offset + size))
+                assert places == list(range(size))
                 assert all(1 <= end - begin <= micro for begin, end, _ in pieces)
                 if aligned:
-                    starts = [begin - offset for begin, _, _ in pieces]
+                    starts = [begin for begin, _, _ in pieces]
                     assert starts == list(range(0, size, micro))
                 else:
                     shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
@@ -117,52 +117,8 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
                 most = max(len(own) for own in dealt)
                 assert most == plan_module.max_micro_batches(size, micro, len(plans))
                 for plan, own in zip(plans, dealt, strict=True):
-                    ghosts = [(offset, offset + 1, True)] * (most - len(own))
-                    assert list(plan.micro_batch_ranges(offset, size, True)) == own + ghosts
-
-
-def _blocks_are_the_steps(plan: Plan, position: Position, epochs: int) -> int:
-    """Compare the blocks with `steps` and `pieces`; the number of blocks."""
-    steps = plan.steps(position, epochs)
-    blocks = list(plan.blocks(position, epochs))
-    for block in blocks:
-        begin, offset = 0, block.offset
-        for count, first in zip(block.counts, block.firsts, strict=True):
-            epoch, begins, size = next(steps)
-            assert (block.epoch, offset) == (epoch, begins)
-            pieces = list(plan.micro_batch_ranges(begins, size, False))
-            places = np.concatenate([[], *(np.arange(a, b) for a, b, _ in pieces)])
-            ids = look_up(plan.order(position.seed, epoch), places.astype(np.int64))
-            assert block.ids[begin : begin + count].tolist() == ids.tolist()
-            assert not count or first == pieces[0][0]
-            begin += count
-            offset += size
-        assert begin == len(block.ids)
-    assert next(steps, None) is None
-    return len(blocks)
-
-
-@settings(deadline=None, max_examples=50)  # the machine may be busy
-@given(
-    st.integers(1, 100),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.integers(1, 5),
-    st.integers(0, 3),
-    st.integers(0, 9),
-    st.tuples(st.booleans(), st.booleans()),
-)
-def test_blocks_hold_the_ids_of_the_coming_steps(n, b, micro, world, seed, start, flags) -> None:
-    position = Position(seed, 2, b * (start % -(-n // b)))
-    for rank in range(world):
-        plan = Plan(n, b, min(b, micro), flags[0], rank, world, aligned=flags[1])
-        assert _blocks_are_the_steps(plan, position, 4) == 2
-
-
-@pytest.mark.parametrize(("n", "b"), [(100_000, 300), (70_000, 70_000), (200_000, 90_000)])
-def test_long_epochs_come_in_several_blocks(n: int, b: int, monkeypatch) -> None:
-    monkeypatch.setattr(plan_module, "_IDS_PER_BLOCK", 1 << 13)
-    assert _blocks_are_the_steps(_plan(n, b, b, 1, 3), Position(5, 1, 0), 3) >= 2 + (n > b)
+                    ghosts = [(0, 1, True)] * (most - len(own))
+                    assert list(plan.micro_batch_ranges(size, True)) == own + ghosts
 
 
 def test_steps_from_a_position_are_the_rest() -> None:

@@ -17,11 +17,10 @@ from paceline import log
 from paceline.clock.step_clock import DATA, clock
 from paceline.data.content import read_content
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
-from paceline.data.loader import Loader, LocalLoader, WorkerLoader
+from paceline.data.loader import Loader, MapLoader
 from paceline.data.plan import Plan, PlannedStep, Position, look_up
 from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
 from paceline.data.streams import StreamLoader, StreamPlan
-from paceline.data.workers import ComputeThreads
 from paceline.errors import ConfigError, RankDisagreement, StepError
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
@@ -179,13 +178,7 @@ class Batches:
                 collate=source.collate,
                 sample_randomness=sample_randomness,
             )
-            if source.workers:
-                self._loader = WorkerLoader(
-                    job, self._plan, samples, source.workers, source.worker_init
-                )
-            else:
-                self._loader = LocalLoader(job, self._plan, samples)
-        self._threads = ComputeThreads(job, source.workers)
+            self._loader = MapLoader(job, self._plan, samples, source.workers, source.worker_init)
         self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
 
@@ -277,7 +270,7 @@ class Batches:
 
         Collective: all ranks, before `iterate`.
         """
-        if self._plan is None or not isinstance(self._loader, LocalLoader | WorkerLoader):
+        if self._plan is None or not isinstance(self._loader, MapLoader):
             raise ConfigError(
                 "reproducible training cannot use a stream.",
                 why="the micro-batches of a stream depend on the number of ranks.",
@@ -322,19 +315,14 @@ class Batches:
                 )
             if position.offset == self._plan.end(position.offset):
                 position = Position(position.seed, position.epoch + 1, 0)
-        if self._sampled is not None:
-            self._sampled.log_replay(position.epoch, epochs)
-        if self._num_workers and position.epoch < epochs:
-            if self._unregister is None:
-                self._unregister = self._job.on_leave(self.close)
-            self._threads.lower()
+        if self._num_workers and position.epoch < epochs and self._unregister is None:
+            self._unregister = self._job.on_leave(self.close)
         steps = self._loader.steps(position, epochs, equal)
         return steps if self._plan is not None else clock.each(DATA, steps)
 
     def close(self) -> None:
         """End the loader workers. Leaving the job also ends them. Collective: none."""
         self._loader.close()
-        self._threads.restore()
         if self._unregister is not None:
             self._unregister()
             self._unregister = None

@@ -10,7 +10,6 @@ ranks. The sampler decides the order of an epoch over all ranks:
 
 from __future__ import annotations
 
-import copy
 import reprlib
 import zlib
 from array import array
@@ -25,7 +24,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -37,7 +35,7 @@ from torch.utils.data import (
 from paceline import log
 from paceline.data.plan import Int64Array, Order
 from paceline.data.samples import Collate, checked_size, is_stream, keep_globals, seed_globals
-from paceline.errors import ConfigError, DataError, RankDisagreement
+from paceline.errors import ConfigError, DataError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
@@ -144,22 +142,14 @@ def agree_on_order(job: Job, sampled: SampledOrder | None) -> None:
     Raises:
         RankDisagreement: on all ranks.
     """
-    name = None if sampled is None else sampled.name
-    collectives.agree(job, "sampler", name, fix="give all ranks the same sampler.")
-    if sampled is not None:
-        fix = (
-            "let the sampler give the indices of all ranks, in an order that depends only on seeds that "
-            "are equal on all ranks. Paceline divides them over the ranks."
-        )
-        count = collectives.agree(job, f"number of indices of {name}", sampled.num_samples, fix=fix)
-        digests = collectives.gather(job, sampled.digest)
-        if len(set(digests)) > 1:
-            raise RankDisagreement(
-                f"the order of {name} differs between the ranks: {count} indices on each rank, with "
-                "different contents.",
-                fix=fix,
-                values=digests,
-            )
+    own = None if sampled is None else [sampled.name, sampled.num_samples, f"{sampled.digest:08x}"]
+    collectives.agree(
+        job,
+        "sampler (its type, number of indices and a checksum of their order)",
+        own,
+        fix="give all ranks the same sampler, which gives the indices of all ranks in an order that depends "
+        "only on equal seeds. Paceline divides them over the ranks.",
+    )
 
 
 def refuse_with_loader(**given: Any) -> None:
@@ -187,10 +177,9 @@ class SampledOrder:
     """The order of each epoch, as a sampler or batch sampler draws it. The same on all ranks and workers.
 
     Before each draw the global generators of torch, numpy and `random` and every `torch.Generator` in the
-    sampler are seeded from `(seed, epoch)`, and `set_epoch(epoch)` is called if the sampler has it. A sampler
-    that nevertheless draws two different orders for one epoch keeps a state of its own. The order of such a
-    sampler depends on all earlier draws, so they are repeated after a resume. A copy is
-    drawn, so that the user's sampler does not change, unless it cannot be copied.
+    sampler are seeded from `(seed, epoch)`, and `set_epoch(epoch)` is called if the sampler has it. So any
+    epoch can be drawn without the ones before it. A sampler that nevertheless draws two different orders for
+    one epoch keeps a random state of its own, and is refused.
 
     Args:
         size: Samples of the dataset.
@@ -198,58 +187,39 @@ class SampledOrder:
 
     Attributes:
         name: the type of the sampler.
-        digest: a checksum of two draws of epoch 0.
+        digest: a checksum of epoch 0.
         num_samples: number of indices of an epoch.
         largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
         smallest_batch: size of the second smallest batch, because the last one is often smaller.
-        has_state: whether the sampler keeps a state of its own.
 
     Raises:
-        ConfigError: the sampler gives no or wrong indices, is endless, or has a state of its own and cannot
-            be copied.
+        ConfigError: the sampler gives no or wrong indices, is endless, or keeps a random state of its own.
     """
 
     def __init__(self, sampler: Any, seed: int, size: int, *, gives_batches: bool) -> None:
         self.name = type(sampler).__name__
+        self._sampler = sampler
         self._size = size
         self._gives_batches = gives_batches
         self._max_indices = max(_MAX_INDICES, _MAX_REPEATS * size)
-        # Generators are seeded from their first seeds, so a seed that the user chose has an effect. By the
-        # names of attributes, because a sampler may make its generator when it is first drawn.
-        self._first_seeds: dict[str, int] = {}
-        for path, generator in _parts(sampler, torch.Generator):
-            self._first_seeds[path] = generator.initial_seed()
-        self._order_key = (-1, -1)
-        self._order = np.empty(0, np.int64)
-        self._num_draws = 0
-        self._drawn_until_epoch = 0  # by this job, also in loader workers
-        self._original: Any = None
         self._batch_sizes = [1]
-        try:
-            self._original = _copy(sampler)
-            self._sampler = _copy(sampler)
-        except Exception as error:
-            self._sampler = sampler
-            reason: Exception | None = error
-        else:
-            reason = None
-        first, again = self._draw(seed, 0), self._draw(seed, 0)
-        self.has_state = not np.array_equal(first, again)
-        if self.has_state and self._original is None:
+        self._order_key = (seed, 0)
+        self._order = self._draw(seed, 0)
+        if not np.array_equal(self._order, self._draw(seed, 0)):
             raise ConfigError(
-                f"{self.name} keeps a random state of its own and cannot be copied: {reason}",
+                f"{self.name} keeps a random state of its own: it gave two orders for one epoch.",
                 why="its order could not be repeated on all ranks and after a resume.",
-                fix="draw from `torch.Generator` or from the global generators in its `__iter__`.",
-            ) from reason
-        if not len(first):
+                fix="draw from a `torch.Generator` that is an attribute of it or from the global generators, "
+                "or define `set_epoch(epoch)` and draw from the epoch.",
+            )
+        if not len(self._order):
             raise ConfigError(
                 f"{self.name} gives no index.", fix="check the sampler of the loader."
             )
-        self.num_samples = len(first)
+        self.num_samples = len(self._order)
         sizes = sorted(self._batch_sizes)
         self.largest_batch, self.smallest_batch = sizes[-1], sizes[:2][-1]
-        self.digest = zlib.crc32(again.tobytes(), zlib.crc32(first.tobytes()))
-        self._restart()
+        self.digest = zlib.crc32(self._order.tobytes())
 
     def __call__(self, seed: int, epoch: int) -> Order:
         """The order of an epoch: a function from places to indices of the dataset.
@@ -258,11 +228,6 @@ class SampledOrder:
             DataError: the epoch has another number of samples than epoch 0.
         """
         if self._order_key != (seed, epoch):
-            if self.has_state:
-                if self._num_draws > epoch:
-                    self._restart()
-                while self._num_draws < epoch:
-                    self._draw(seed, self._num_draws)
             drawn = self._draw(seed, epoch)
             if len(drawn) != self.num_samples:
                 raise DataError(
@@ -283,28 +248,23 @@ class SampledOrder:
                 f"kept. Pass micro_batch={self.smallest_batch} to keep it."
             )
 
-    def log_replay(self, epoch: int, epochs: int) -> None:
-        """Log, before the iteration of `[epoch, epochs)`, that a resume repeats earlier draws, if it does."""
-        if self.has_state and epoch > self._drawn_until_epoch:
-            text = "drawing the orders of %d earlier epochs again, because %s keeps a random state."
-            log.logger.info(text, epoch, self.name)
-        self._drawn_until_epoch = max(self._drawn_until_epoch, epochs)
-
-    def _restart(self) -> None:
-        if self._original is not None:
-            self._sampler, self._num_draws = _copy(self._original), 0
-
     def _draw(self, seed: int, epoch: int) -> Int64Array:
-        self._num_draws += 1
+        key = rng.key(seed, rng.SAMPLER, epoch)
+        generators = _generators(self._sampler, [])
+        states = [generator.get_state() for generator in generators]
         with keep_globals():
-            key = rng.key(seed, rng.SAMPLER, epoch)
             seed_globals(key)
-            for path, generator in _parts(self._sampler, torch.Generator):
-                first = self._first_seeds.setdefault(path, generator.initial_seed())
-                generator.manual_seed(rng.key(key, first) >> 1)
+            for (
+                generator
+            ) in generators:  # from its first seed, so that one the user chose has an effect
+                generator.manual_seed(rng.key(key, generator.initial_seed()) >> 1)
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            return self._indices(iter(self._sampler))
+            try:
+                return self._indices(iter(self._sampler))
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
 
     def _indices(self, items: Iterator[Any]) -> Int64Array:
         batches = items
@@ -342,18 +302,13 @@ class SampledOrder:
         return drawn
 
 
-def _copy(sampler: Any) -> Any:
-    """A copy that shares the sampler's datasets."""
-    return copy.deepcopy(sampler, {id(each): each for _, each in _parts(sampler, Dataset)})
-
-
-def _parts(
-    sampler: Any, kind: type, path: str = "", parents: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any]]:
-    """The attributes of this type of a sampler and of the samplers in it, with their dotted names."""
-    parents = (*parents, sampler)
-    for name, value in list(vars(sampler).items()) if hasattr(sampler, "__dict__") else ():
-        if isinstance(value, kind):
-            yield path + name, value
-        elif isinstance(value, Sampler) and all(value is not parent for parent in parents):
-            yield from _parts(value, kind, f"{path}{name}.", parents)
+def _generators(sampler: Any, samplers: list[Any]) -> list[torch.Generator]:
+    """The generators in the attributes of a sampler and of the samplers in it; `samplers` are known."""
+    found: list[torch.Generator] = []
+    samplers.append(sampler)
+    for value in list(getattr(sampler, "__dict__", {}).values()):
+        if isinstance(value, torch.Generator):
+            found.append(value)
+        elif isinstance(value, Sampler) and all(value is not known for known in samplers):
+            found += _generators(value, samplers)
+    return list({id(generator): generator for generator in found}.values())

@@ -27,7 +27,7 @@ from paceline.data.samples import (
     keep_globals,
     seed_globals,
 )
-from paceline.data.workers import ComputeThreads, Workers
+from paceline.data.workers import Workers
 from paceline.errors import ConfigError, StepError
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers
@@ -132,11 +132,9 @@ class EvaluationBatches:
         pool = None
         if source.workers:
             pool = Workers(job, work, source.workers, tasks=True, init=source.worker_init)
-        threads = ComputeThreads(job, source.workers)
         num_own = len(self._tasks) - self._num_ghosts
         try:
             if pool is not None and self._tasks:
-                threads.lower(quiet=True)  # evaluations are too frequent for a log line each
                 pool.start(self._tasks)
             for number, task in enumerate(self._tasks):
                 _, _, first, stop = task
@@ -145,7 +143,6 @@ class EvaluationBatches:
                 count = stop - first if number < num_own else 0
                 yield EvaluationBatch(first // self._micro_batch, batch, count)
         finally:
-            threads.restore()
             if pool is not None:
                 pool.close()
 

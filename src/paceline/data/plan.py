@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,9 @@ from paceline.job import rng
 Int64Array = npt.NDArray[np.int64]
 # The order of one epoch: a function from places to sample ids.
 Order = Callable[[Int64Array], Int64Array]
+# A micro-batch as samples `[begin, end)` of a step, and whether it is a ghost.
+Piece = tuple[int, int, bool]
 
-# Sample ids are computed in blocks: large enough to spread numpy's cost per call over many steps, small
-# enough that the first block takes a millisecond or two.
-_IDS_PER_BLOCK = 1 << 16
 _ROUNDS = 8  # of the Feistel network
 # A small set has few permutations, and 8 rounds do not give all of them with equal probability.
 _ROUNDS_SMALL = 32
@@ -194,33 +193,14 @@ def _add(half: Int64Array, table: Int64Array, places: Int64Array, modulus: int) 
     np.minimum(unsigned, unsigned - np.uint64(modulus), out=unsigned)
 
 
-def share(num_samples: Any, rank: int, size: int) -> tuple[Any, Any]:
-    """The places `[begin, end)` of this rank in a step of `num_samples` (an integer or an array)."""
+def share(num_samples: int, rank: int, size: int) -> tuple[int, int]:
+    """The places `[begin, end)` of this rank in a step of `num_samples`."""
     return num_samples * rank // size, num_samples * (rank + 1) // size
 
 
-def num_micro_batches(count: Any, micro_batch: int) -> Any:
-    """The number of micro-batches of at most `micro_batch` samples in `count` (an integer or an array)."""
+def num_micro_batches(count: int, micro_batch: int) -> int:
+    """The number of micro-batches of at most `micro_batch` samples in `count`."""
     return -(-count // micro_batch)
-
-
-class Block(NamedTuple):
-    """This rank's sample ids of some coming steps of one epoch.
-
-    Attributes:
-        offset: place of the first step's first sample, over all ranks.
-        ids: the sample ids of all steps, concatenated.
-        counts: number of this rank's ids in each step.
-        firsts: place of this rank's first id in each step.
-        order: the order of the epoch; None is the order of the dataset.
-    """
-
-    epoch: int
-    offset: int
-    ids: Int64Array
-    counts: list[int]
-    firsts: list[int]
-    order: Order | None
 
 
 @dataclass(frozen=True)
@@ -251,16 +231,6 @@ class Plan:
         smaller = (self.num_samples - offset) % self.global_batch
         return self.num_samples - smaller * self.drop_last
 
-    def share(self, num_samples: Any) -> tuple[Any, Any]:
-        """The places `[begin, end)` of a step of `num_samples` that this rank gets."""
-        if not self.aligned:
-            return share(num_samples, self.rank, self.size)
-        begin, end = share(num_micro_batches(num_samples, self.micro_batch), self.rank, self.size)
-        return (
-            np.minimum(begin * self.micro_batch, num_samples),
-            np.minimum(end * self.micro_batch, num_samples),
-        )
-
     @property
     def steps_per_epoch(self) -> int:
         """Steps of a whole epoch, including a smaller last one if it is not dropped."""
@@ -285,47 +255,30 @@ class Plan:
                 offset += num_samples
             offset = 0
 
-    def micro_batch_ranges(
-        self, offset: int, num_samples: int, equal: bool
-    ) -> Iterator[tuple[int, int, bool]]:
-        """`(begin, end, is_ghost)` of this rank's micro-batches of one step, as places of the epoch.
+    def micro_batch_ranges(self, num_samples: int, equal: bool) -> Iterator[Piece]:
+        """This rank's micro-batches of a step of `num_samples`.
 
         With `equal`, every rank gets as many micro-batches as the rank with the most. The additional ones are
         ghosts: the step's first sample.
         """
-        begin, end = (int(place) for place in self.share(num_samples))
+        if not self.aligned:
+            begin, end = share(num_samples, self.rank, self.size)
+        else:
+            whole = num_micro_batches(num_samples, self.micro_batch)
+            first, last = share(whole, self.rank, self.size)
+            begin = min(first * self.micro_batch, num_samples)
+            end = min(last * self.micro_batch, num_samples)
         for at in range(begin, end, self.micro_batch):
-            yield offset + at, offset + min(at + self.micro_batch, end), False
+            yield at, min(at + self.micro_batch, end), False
         own = num_micro_batches(end - begin, self.micro_batch)
         most = max_micro_batches(num_samples, self.micro_batch, self.size) if equal else own
         for _ in range(most - own):
-            yield offset, offset + 1, True
-
-    def blocks(self, position: Position, epochs: int) -> Iterator[Block]:
-        """This rank's sample ids from `position` to the end of epoch `epochs - 1`, several steps a block."""
-        offset = position.offset
-        for epoch in range(position.epoch, epochs):
-            order, end = self.order(position.seed, epoch), self.end(offset)
-            while offset < end:
-                own = max(1, self.global_batch // self.size)
-                stop = offset + max(1, _IDS_PER_BLOCK // own) * self.global_batch
-                starts = np.arange(offset, min(stop, end), self.global_batch)
-                begins, ends = self.share(np.minimum(self.global_batch, end - starts))
-                counts = ends - begins
-                firsts = starts + begins
-                # The places of all steps, concatenated. Those of one step are contiguous.
-                shifts = firsts - (np.cumsum(counts) - counts)
-                places = np.arange(counts.sum()) + np.repeat(shifts, counts)
-                ids = look_up(order, places)
-                yield Block(epoch, offset, ids, counts.tolist(), firsts.tolist(), order)
-                offset = stop
-            offset = 0
+            yield 0, 1, True
 
 
 def max_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:
     """The number of micro-batches of the rank that has the most, when `size` ranks share `num_samples`."""
-    most: int = num_micro_batches(-(-num_samples // size), micro_batch)
-    return most
+    return num_micro_batches(-(-num_samples // size), micro_batch)
 
 
 def look_up(order: Order | None, places: Int64Array) -> Int64Array:

@@ -29,7 +29,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -37,26 +36,20 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from paceline import log, torch_private
 from paceline.data.samples import ReadErrors
 from paceline.errors import DataError, PacelineError
 from paceline.exit_codes import signal_name
 from paceline.job.job import Job
 from paceline.job.preemption import notice
-from paceline.machine import usable_cores
 
 _PREFETCH = 2  # batches per worker; torch's default
 _EXIT_WAIT_S = 1.0  # longest wait for the exit of a worker that is ending
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
-_SHUT_DOWN = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers"
 
 _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_pools.clear)  # workers belong to the process that started them
@@ -96,7 +89,6 @@ class Workers:
             may be a `Failure`.
         tasks: Whether `work` is map-style.
         init: A user's `worker_init_fn`, which each worker calls with its number.
-        seed: Decides torch's seeds of the workers.
         timeout_s: How long `get` waits before it raises RuntimeError; 0: as long as the workers live.
     """
 
@@ -108,7 +100,6 @@ class Workers:
         *,
         tasks: bool,
         init: Callable[[int], Any] | None = None,
-        seed: int = 0,
         timeout_s: float = 0,
     ) -> None:
         self._job = job
@@ -117,11 +108,9 @@ class Workers:
         self._num_workers = workers
         self._tasks = _Tasks() if tasks else None
         self._init = init
-        self._seed = seed
         self._loader: DataLoader[Any] | None = None
         self._results: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
-        self._death: DataError | None = None
 
     def start(self, tasks: Iterable[Any] = ()) -> None:
         """Start these tasks and discard earlier ones. The processes are reused, unless `work` is iterable."""
@@ -145,14 +134,13 @@ class Workers:
                 prefetch_factor=_PREFETCH,
                 timeout=self._timeout_s,
                 # The default draws a seed from torch's global generator, which belongs to the training.
-                generator=torch.Generator().manual_seed(self._seed),
+                generator=torch.Generator(),
             )
         _pools.add(self)
         before = set(multiprocessing.active_children())
         with _no_collection():
             self._results = iter(self._loader)
         started = set(multiprocessing.active_children()) - before
-        _install_sigchld_handler()
         for process in started:
             # DataLoader terminates workers that do not end by themselves, but ours ignore one SIGTERM.
             process.terminate = process.kill  # type: ignore[method-assign]
@@ -168,71 +156,61 @@ class Workers:
             StopIteration: the iterable has ended in all workers.
         """
         assert self._results is not None
+        death = None
         try:
             result = next(self._results)
-        except (RuntimeError, OSError, EOFError) as error:
-            # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
-            # sentinel, and only then sets the exit code.
-            exiting = wait([process.sentinel for process in self._processes], timeout=_EXIT_WAIT_S)
-            for process in self._processes:
-                if process.sentinel in exiting:
-                    process.join(_EXIT_WAIT_S)
-            if death := self.death():
-                raise death from error
-            raise
+        except (RuntimeError, OSError, EOFError):
+            death = self._find_death()
+            if death is None:
+                raise
+        if death is not None:
+            # Not raised in the `except` block: torch's error keeps DataLoader's iterator, with its threads.
+            raise death
         if isinstance(result, Failure):
             result.throw()
         return result
 
-    def death(self) -> DataError | None:
-        """The error that names the worker that died and the probable cause; None if all are alive.
-
-        If one died, the other workers are killed: the dead worker may have held a lock of their queue,
-        which they need to exit.
-        """
-        if self._death is None:
-            for number, process in enumerate(self._processes):
-                if process.exitcode is not None:
-                    self._death = self._death_error(number, process.exitcode)
-                    self.kill()
-                    break
-        return self._death
-
-    def kill(self) -> None:
-        """Kill the processes."""
-        for process in self._processes:
-            # The SIGCHLD handler raises for processes that are killed here too, at the latest in the join.
-            with contextlib.suppress(RuntimeError, DataError):
-                process.kill()
+    def _find_death(self) -> DataError | None:
+        """The error that names the worker that died; None if all are alive."""
+        # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
+        # sentinel, and only then sets the exit code.
+        exiting = wait([process.sentinel for process in self._processes], timeout=_EXIT_WAIT_S)
+        for worker, process in enumerate(self._processes):
+            if process.sentinel in exiting:
                 process.join(_EXIT_WAIT_S)
+            if (code := process.exitcode) is not None:
+                self.kill()  # the dead worker may have held a lock that the others need to exit
+                return self._death_error(worker, code)
+        return None
 
     def _death_error(self, worker: int, code: int) -> DataError:
-        how, why, fix = _exit_cause(code)
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return DataError(
             f"loader worker {worker} {how}.",
             where=ReadErrors(self._job.rank, self._job.world_size, worker).where(),
-            why=why,
-            fix=fix,
+            why="SIGKILL mostly means that memory ran out, and SIGBUS that shared memory (/dev/shm) is full; "
+            "otherwise the dataset or a library that it uses ended the process.",
+            fix="use fewer workers or give the job more memory (`docker run --shm-size=8g`); workers=0 shows "
+            "where the dataset ends the process.",
             rank=self._job.rank,
             worker=worker,
             worker_exit_code=code,
         )
 
+    def kill(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            # torch's SIGCHLD handler may raise for a process that is killed here, until it is joined.
+            with contextlib.suppress(RuntimeError):
+                process.kill()
+                process.join(_EXIT_WAIT_S)
+
     def close(self) -> None:
         """End the processes."""
-        if self._results is not None:
-            shut_down = torch_private.find(_SHUT_DOWN)
-            if shut_down is not None:
-                shut_down(self._results)
-            else:
-                self.kill()
-        self._results = None
-        self._loader = None
-        for process in self._processes:
-            if process.exitcode is not None and process.exitcode < 0:
-                _remove_leaked_memory(process.pid)
+        # DataLoader ends the workers of an iterator that is freed. A traceback may keep it.
+        self._results = self._loader = None
+        self.kill()
         self._processes.clear()
-        self._death = None
 
 
 @atexit.register
@@ -240,63 +218,6 @@ def _kill_all() -> None:
     """At exit, multiprocessing sends workers one SIGTERM, which ours ignore, and waits for them forever."""
     for pool in list(_pools):
         pool.kill()
-
-
-def _remove_leaked_memory(pid: int | None) -> None:
-    """Remove shared memory that a killed worker had created but not yet sent."""
-    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        path.unlink(missing_ok=True)
-
-
-def _install_sigchld_handler() -> None:
-    """Raise our error when a worker dies, instead of the error of torch's SIGCHLD handler.
-
-    The handler raises at any point of the main thread, not only while it waits for data.
-    """
-    inner = signal.getsignal(signal.SIGCHLD)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or not callable(inner) or getattr(inner, "names_dead_workers", False):
-        return
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        try:
-            inner(number, frame)
-        except RuntimeError as error:
-            for pool in list(_pools):
-                if death := pool.death():
-                    raise death from error
-            raise
-
-    handler.names_dead_workers = True  # type: ignore[attr-defined]
-    signal.signal(signal.SIGCHLD, handler)
-
-
-class ComputeThreads:
-    """Lowers torch's number of threads while loader workers run, unless the user has chosen it."""
-
-    def __init__(self, job: Job, workers: int) -> None:
-        self._job = job
-        self._workers = workers
-        self._before: int | None = None
-
-    def lower(self, *, quiet: bool = False) -> None:
-        """Use as many threads as the workers leave cores, at least one. Logs the change unless `quiet`."""
-        if not self._workers or not self._job.threads_chosen or self._before is not None:
-            return
-        left = max(1, usable_cores() // self._job.local_world_size - self._workers)
-        before = torch.get_num_threads()
-        if left < before:
-            self._before = before
-            torch.set_num_threads(left)
-            if not quiet:
-                text = "lowered threads per rank from %d to %d because of %d loader workers."
-                log.logger.info(text, before, left, self._workers)
-
-    def restore(self) -> None:
-        """Restore the number of threads from before `lower`."""
-        if self._before is not None:
-            torch.set_num_threads(self._before)
-            self._before = None
 
 
 class _Tasks:
@@ -396,29 +317,3 @@ class _PicklingCheck(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         return (int, ()) if isinstance(value, torch.Tensor) else NotImplemented
-
-
-def _exit_cause(code: int) -> tuple[str, str, str]:
-    """How a worker with this exit code ended, the probable cause, and the fix."""
-    if code >= 0:
-        return (
-            f"ended with exit code {code}",
-            "the dataset or a library that it uses ended the process.",
-            "use workers=0 to see where.",
-        )
-    how = f"was killed by {signal_name(-code)}"
-    if -code == signal.SIGBUS:
-        return (
-            how,
-            "most often shared memory (/dev/shm) is full; batches are sent through it.",
-            "give the container more (`docker run --shm-size=8g`), or use fewer workers.",
-        )
-    if -code == signal.SIGKILL:
-        return (
-            how,
-            "most often the kernel or the scheduler killed it because memory ran out.",
-            "use fewer workers or smaller samples, or request more memory.",
-        )
-    if -code == signal.SIGSEGV:
-        return how, "a library that the dataset uses crashed.", "use workers=0 to see where."
-    return how, "", ""

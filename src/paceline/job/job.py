@@ -89,7 +89,6 @@ class Job:
         alive: whether the job has not been left.
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
-        threads_chosen: whether Paceline chose the number of threads; False if the user did.
         left_loop: the training loop that this rank left early; None if it left none, or after `settle`.
 
     Collective: as the methods say.
@@ -121,7 +120,6 @@ class Job:
         self.control: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None
         self.peers: Peers | None = None
-        self.threads_chosen = False
         self.alive = True
         self.failed = False
         self.preempted: Preempted | None = None
@@ -548,9 +546,5 @@ def _seed_everything(seed: int) -> None:
 
 
 def _choose_threads(job: Job) -> None:
-    if os.environ.get("PACELINE_THREADS") == "auto":
-        job.threads_chosen = True
-    elif "OMP_NUM_THREADS" not in os.environ:
-        job.threads_chosen = True
-        if job.local_world_size > 1:
-            torch.set_num_threads(max(1, usable_cores() // job.local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ and job.local_world_size > 1:
+        torch.set_num_threads(max(1, usable_cores() // job.local_world_size))
