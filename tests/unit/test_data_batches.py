@@ -34,7 +34,7 @@ from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
 from paceline.data.samples import Samples, rows_left
-from paceline.data.workers import Workers, _kill_all
+from paceline.data.workers import _kill_all
 from paceline.errors import ConfigError, DataError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
@@ -318,15 +318,6 @@ class Pids:
         return os.getpid()
 
 
-def test_an_iteration_ends_when_a_later_one_starts(job: Job) -> None:
-    batches = Batches(job, Pids(), global_batch=2, workers=1)
-    one = batches.iterate(Position(0), epochs=9)
-    next(one)
-    next(batches.iterate(Position(0), epochs=9))
-    with pytest.raises(StepError, match="a later one was started"):
-        next(one)
-
-
 def test_leaving_the_job_ends_workers_and_closed_batches_may_be_started_again() -> None:
     with paceline.join() as job:
         batches = Batches(job, Pids(), global_batch=2, workers=2)
@@ -505,32 +496,6 @@ def test_a_worker_that_dies_is_named_with_the_probable_cause(job: Job, how: int,
         assert caught.value.worker_exit_code == (-how or 5)
         assert "memory ran out" in caught.value.why
         batches.close()
-
-
-class Exiting:
-    """A process whose files are closed already. It gets its exit code when it is joined."""
-
-    exitcode: int | None = None
-
-    def __init__(self) -> None:
-        self.sentinel, end = os.pipe()
-        os.close(end)
-
-    def join(self, timeout: float) -> None:
-        self.exitcode = -signal.SIGKILL
-
-    def kill(self) -> None: ...
-
-
-def test_a_worker_that_is_still_exiting_when_its_connection_breaks_is_named(job: Job) -> None:
-    def broken() -> Iterator[Any]:
-        raise ConnectionResetError
-        yield
-
-    pool = Workers(job, None, 1, tasks=True)
-    pool._results, pool._processes = broken(), [Exiting()]  # type: ignore[list-item]
-    with pytest.raises(DataError, match="loader worker 0 was killed by SIGKILL"):
-        pool.get()
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(job: Job) -> None:

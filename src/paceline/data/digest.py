@@ -10,17 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-# The methods that give the content of a sparse tensor, by its layout.
-_BY_ROWS = ("crow_indices", "col_indices", "values")
-_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("indices", "values"),
-    torch.sparse_csr: _BY_ROWS,
-    torch.sparse_bsr: _BY_ROWS,
-    torch.sparse_csc: _BY_COLUMNS,
-    torch.sparse_bsc: _BY_COLUMNS,
-}
-
 
 def digest(value: Any, *, elements: int | None = None) -> int:
     """A hash in [0, 2^62) of the tensors, arrays, images and plain values in `value`.
@@ -62,12 +51,10 @@ def has_content(value: Any) -> bool:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The indices and values of a sparse tensor, which may be too large as a dense one; else the tensor."""
-    names = _SPARSE_PARTS.get(tensor.layout)
-    if names is None:
+    if tensor.layout is torch.strided or tensor.is_mkldnn:
         return [tensor]
-    whole = tensor.detach()
-    whole = whole.coalesce() if whole.layout is torch.sparse_coo else whole
-    return [getattr(whole, name)() for name in names]
+    coo = tensor.detach().to_sparse().coalesce()
+    return [coo.indices(), coo.values()]
 
 
 def _feed(hasher: hashlib.blake2b, value: Any, elements: int | None) -> None:
