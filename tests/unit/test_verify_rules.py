@@ -712,18 +712,6 @@ def test_rules_without_evidence_find_no_fault() -> None:
         assert (judged.evidence if isinstance(judged, NoFault) else judged.why)[-1] == "."
 
 
-def test_the_pages_name_the_number_of_rules() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    named = {
-        page.name: int(number)
-        for page in sorted(docs.rglob("*.md"))
-        for number in re.findall(r"(\d\d)\s(?:rules|known\s+faults|条)", page.read_text())
-        if "decisions" not in page.parts
-    }
-    assert set(named) >= {"verify.md", "3-ddp.md", "4-ten-mistakes.md", "8-next.md"}
-    assert set(named.values()) == {len(RULES)}
-
-
 def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
     said = "You set `devices=2` and `num_nodes=1` in Lightning, but the product (2 * 1) does not match the "
     failed = Failed(type="ValueError", message=f"{said}world size (1).", place="t.py:3")

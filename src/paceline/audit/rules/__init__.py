@@ -14,7 +14,7 @@ To add a rule:
 2. Add a sound script `tests/sound/NN_name.py`, and `tests/broken/NN_name.diff`, which makes the fault in it.
 3. Add NN to `RULES` in `tests/e2e/test_verify_audit.py`. A broken script must have one fault: if other rules
    report it too, name this rule in their `consequence_of`.
-4. Add a row to `docs/howto/verify.md`, and correct the number of rules in the pages; a test compares it.
+4. Add its name to `docs/howto/verify.md`.
 """
 
 from __future__ import annotations
