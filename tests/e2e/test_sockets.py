@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
-import socket
-import threading
-import urllib.request
 from pathlib import Path
 
 import pytest
 from hangs import PACELINE
 from launching import finish, run, start
 
-import paceline
 from paceline.launch.local_ranks import read_event
 from paceline.watch import processes
 
@@ -121,17 +116,3 @@ def test_an_event_is_what_worker_sends() -> None:
     for line in (b"", b"[]", b"7", b'{"event": "exit"}', b'{"event": "exit", "place": 3}', b"\xff"):
         assert read_event(line) is None
     assert read_event(b"[" * 100_000) is None
-
-
-def test_strangers_hold_few_threads_of_prometheus() -> None:
-    pytest.importorskip("prometheus_client")
-    logger = paceline.Prometheus(port=0, address="127.0.0.1")
-    logger.log(1, {"loss": 1.0})
-    before = threading.active_count()
-    with contextlib.ExitStack() as until_end:
-        for _ in range(400):
-            until_end.enter_context(socket.create_connection(("127.0.0.1", logger.port)))
-        # A client is answered nevertheless.
-        urllib.request.urlopen(f"http://127.0.0.1:{logger.port}/metrics").close()
-        assert threading.active_count() - before < 80
-    logger.close()

@@ -19,9 +19,7 @@ _PARTS = (
     ("C", "communication", "magenta", ("communication",)),
     (".", "other", "dim", ("checkpoint", "evaluation", "other")),
 )
-_MOST_ROWS = 8  # with more ranks: the slowest ones and the quantiles
-_SLOWEST = 3
-_QUANTILES = (0.75, 0.5, 0.25, 0.0)
+_MOST_ROWS = 8  # with more ranks: the slowest ones, and the fastest for comparison
 _LONGEST_BAR, _SHORTEST_BAR = 50, 10  # letters
 
 
@@ -39,7 +37,9 @@ class RankBars:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The lines, each cut to the width of the terminal."""
         width = options.max_width
-        rows = [(label, rank, self._usage(rank)) for label, rank in choose_ranks(self._own_times())]
+        shown = choose_ranks(self._own_times())
+        digits = len(str(max(shown)))
+        rows = [(f"rank {rank:{digits}}", rank, self._usage(rank)) for rank in shown]
         labels = max(len(label) for label, *_ in rows)
         usages = max(len(usage) for *_, usage in rows)
         length = width - labels - usages - 3
@@ -78,22 +78,16 @@ class RankBars:
         return f"{window.memory_bytes[rank] / 1e9:5.1f} GB  {used}".rstrip()
 
 
-def choose_ranks(own_s: Sequence[float]) -> list[tuple[str, int]]:
-    """The ranks that are shown, each with a label: all of a few, or else the slowest and the quantiles.
+def choose_ranks(own_s: Sequence[float]) -> list[int]:
+    """The ranks that are shown: all of a few, or else the slowest first, and last the fastest.
 
     Args:
         own_s: By rank, the seconds of its own work: those in which it did not wait for other ranks.
     """
-    digits = len(str(len(own_s) - 1))
     if len(own_s) <= _MOST_ROWS:
-        return [(f"rank {rank}", rank) for rank in range(len(own_s))]
+        return list(range(len(own_s)))
     slowest_first = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])
-    rows = [(f"slowest rank {rank:{digits}}", rank) for rank in slowest_first[:_SLOWEST]]
-    for quantile in _QUANTILES:
-        rank = slowest_first[round((1 - quantile) * (len(own_s) - 1))]
-        name = {0.5: "median", 0.0: "fastest"}.get(quantile, f"{quantile:.0%}")
-        rows.append((f"{name:7} rank {rank:{digits}}", rank))
-    return rows
+    return [*slowest_first[: _MOST_ROWS - 1], slowest_first[-1]]
 
 
 def letters(shares: Sequence[float], length: int) -> list[int]:

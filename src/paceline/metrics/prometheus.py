@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import socket
-import threading
 from collections.abc import Mapping
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from paceline.errors import ConfigError
-from paceline.job.connections import FewConnectionsServer
 from paceline.metrics.logger import Values
 
 
@@ -27,8 +23,8 @@ class Prometheus:
     Args:
         port: TCP port, which must be free on this host; 0 lets the system choose one.
         address: Where it listens. None is the address of the interface that the job uses between hosts,
-            which is the loopback interface in a job of one host. There is no password: do not choose an
-            address that untrusted networks reach.
+            which is the loopback interface in a job of one host. There is no password, and each connection
+            takes a thread of rank 0: do not choose an address that untrusted networks reach.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the port is not from 0 to 65535.
@@ -48,7 +44,7 @@ class Prometheus:
         self._server: Any = None
 
     def _start(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
+        from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
         registry = CollectorRegistry()
         rank = ["rank"]
@@ -66,10 +62,7 @@ class Prometheus:
         restarts = Gauge("paceline_restarts", "Restarts by the launcher", registry=registry)
         restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         address = self.address or _address_of_job()
-        self._server = make_server(
-            address, self.port, make_wsgi_app(registry), _Server, handler_class=_Handler
-        )
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server, _ = start_http_server(self.port, address, registry)
         self.address, self.port = self._server.server_address[:2]
 
     def log(self, step: int, values: Values) -> None:
@@ -100,27 +93,6 @@ class Prometheus:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-
-
-class _Server(FewConnectionsServer, WSGIServer):
-    """The server of `prometheus_client` has no limit of connections."""
-
-    request_queue_size = 128  # the kernel's; with 5 a connection may take seconds
-
-    def __init__(self, address: tuple[str, int], handler: Any) -> None:
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, handler)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = 10.0  # of each read
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the client has left, or sends nothing
-            super().handle()
-
-    def log_message(self, *args: Any) -> None:
-        """No line for each request."""
 
 
 def _address_of_job() -> str:
