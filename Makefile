@@ -53,7 +53,7 @@ docs: $(STAMP)
 	@rm -rf build/site && mkdir -p build/help
 	@for command in $(COMMANDS); do COLUMNS=92 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
 	@$(BIN)/paceline explain --all > build/help/messages.md
-	$(BIN)/zensical build --strict --clean
+	PACELINE_SITE_NAME="Paceline $$($(BIN)/python -c 'import paceline; print(paceline.__version__)')" $(BIN)/zensical build --strict --clean
 
 # Two at a time, a file in one process: a test waits for its processes about a third of the time.
 test: $(STAMP)

@@ -83,13 +83,13 @@ def serve(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def console(url: str, profile: Path) -> str:
+def console(url: str, profile: Path, *, budget_ms: int = 4000) -> str:
     """What a page writes to the browser's console."""
     done = subprocess.run(
         [
             *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"),
             *("--enable-logging=stderr", f"--user-data-dir={profile}"),
-            *("--virtual-time-budget=4000", "--dump-dom", url),
+            *(f"--virtual-time-budget={budget_ms}", "--dump-dom", url),
         ],
         capture_output=True,
         text=True,
@@ -111,6 +111,38 @@ def test_every_page_opens_without_an_error_or_a_request_to_another_host(
         )
         errors = {page: text for page, text in zip(pages, said, strict=True) if text}
     assert errors == {}
+
+
+SEARCH = """<script>
+setTimeout(() => {
+  document.querySelector(".md-search__button").click();
+  setTimeout(() => {
+    const root = [...document.querySelectorAll("*")].map((e) => e.shadowRoot).find(Boolean);
+    const input = root.querySelector("input");
+    input.value = "checkpoint";
+    input.dispatchEvent(new InputEvent("input", { bubbles: true }));
+    setTimeout(() => {
+      const links = [...root.querySelectorAll("a")].map((a) => a.href);
+      console.log("FOUND " + links.map((link) => link.split("/site/").pop()).join(" "));
+    }, 2000);
+  }, 800);
+}, 1000);
+</script></body>"""
+
+
+@pytest.mark.parametrize("over", ["file", "http"])
+def test_the_search_finds_english_pages(over: str, site: Path, tmp_path: Path) -> None:
+    page = site / "search_of_a_test.html"
+    page.write_text((site / "index.html").read_text().replace("</body>", SEARCH))
+    try:
+        with serve(site) as address:
+            start = address if over == "http" else site.as_uri()
+            said = console(f"{start}/{page.name}", tmp_path / "profile", budget_ms=12_000)
+    finally:
+        page.unlink()
+    found = said.partition("FOUND ")[2].partition('"')[0].split()
+    assert "howto/checkpoints.html" in found[0], said
+    assert not [link for link in found if "zh/" in link]
 
 
 @pytest.mark.parametrize(
