@@ -104,12 +104,12 @@ NAMES = (
     PrivateName(
         "torch.distributed.ProcessGroup._register_backend",
         why="a process group in Python has no public way to use Gloo for what it does not do itself",
-        without="groups of the backend `shm` use Gloo",
+        without="groups of the backends `shm` and `mpi` use Gloo",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._set_default_backend",
         why="torch asks every group for its default backend, which only this method sets",
-        without="groups of the backend `shm` use Gloo",
+        without="groups of the backends `shm` and `mpi` use Gloo",
     ),
     PrivateName(
         "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",

@@ -15,11 +15,12 @@ from paceline.shm.group import ShmGroup
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES += [torch.int64, torch.int32, torch.uint8]
 OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
-IN_MEMORY = ["all_reduce", "coalesced", "broadcast", "all_gather", "all_gather_single"]
-IN_MEMORY += ["reduce_scatter", "reduce_scatter_single", "barrier"]
-KINDS = [*IN_MEMORY, "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "uneven"]
+NATIVE = ["all_reduce", "coalesced", "broadcast", "all_gather", "all_gather_single"]
+NATIVE += ["reduce_scatter_single", "barrier"]
+KINDS = [*NATIVE, "reduce_scatter", "reduce", "gather", "scatter", "all_to_all"]
+KINDS += ["all_to_all_single", "uneven"]
 # Operations that read strided tensors correctly; Gloo reads wrong elements.
-STRIDED = {"shm": IN_MEMORY, "mpi4py": KINDS, "gloo": []}
+STRIDED = {"shm": NATIVE, "mpi4py": NATIVE, "gloo": []}
 CLASSES = {"shm": ShmGroup, "mpi4py": MpiGroup, "gloo": dist.ProcessGroup}
 LAYOUTS = ["whole", "transposed", "strided", "scalar"]
 SIZES = [0, 1, 2, 7, 31, 64, 1000, 20_000, 300_001]
@@ -102,7 +103,7 @@ def _call(
     if kind == "reduce_scatter_single":
         return [flat], dist.reduce_scatter_tensor(flat, wide, op, **options)
     if kind == "all_to_all":
-        if dist.get_backend(group) != "mpi4py" and torch.__version__ < "2.12":  # Gloo lacks it
+        if torch.__version__ < "2.12":  # Gloo lacks it
             given = torch.stack(many)
             taken = torch.zeros_like(given)
             return [*taken], dist.all_to_all_single(taken, given, **options)
@@ -141,8 +142,7 @@ def _run(job: Job, calls: list[Call], backend: str, *, later: bool) -> list[list
     for group in groups:
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             size = dist.get_world_size(group)
-            # A group of one rank is one of Gloo with `shm`.
-            expected = CLASSES[backend] if size > 1 or backend != "shm" else dist.ProcessGroup
+            expected = CLASSES[backend] if size > 1 else dist.ProcessGroup
             assert type(group) is expected
             dist.destroy_process_group(group)
     return results

@@ -61,10 +61,12 @@ def test_two_hosts_with_debian_names_meet_restart_and_end(tmp_path: Path) -> Non
 
 
 JOINS = """
-import torch, torch.distributed as dist, paceline
+import torch, torch.distributed as dist, torch.distributed.rpc, paceline
 with paceline.join(device="cpu", timeout_s=20) as job:
     total = torch.ones(1)
     dist.all_reduce(total, group=job.group)
+    with paceline.rpc(job, timeout_s=20) as names:
+        assert dist.rpc.rpc_sync(names[1 - job.rank], torch.add, args=(total, 0)) == total
     print("sum", total.item())
 """
 STEP = {

@@ -904,10 +904,11 @@ def test_the_rank_with_the_extra_call(
 
 @pytest.mark.parametrize("function", ["rpc_sync", "_end"])
 def test_ranks_that_answer_remote_calls_are_no_hang(function: str) -> None:
+    packages = "/v/lib/python3.12/site-packages/"
     files = {"rpc_sync": "torch/distributed/rpc/api.py", "_end": "paceline/job/rpc.py"}
-    stack = [(files[function], 9, function), ("train.py", 7, "<module>")]
-    serving = [rank(number, call(), where=read_stack(stack, "")) for number in (0, 2, 3)]
+    where = read_stack([(packages + files[function], 9, function), *TRAIN], "/")
+    serving = [rank(number, call(), where=where) for number in (0, 2, 3)]
     assert all(state.where.serves for state in serving)
     assert diagnose([*serving, absent()], 4, 10.0) is None
     idle = [dataclasses.replace(state, calls=()) for state in serving]
-    assert diagnose([*idle, absent(calls=())], 4, 10.0) is None
+    assert diagnose([*idle, dataclasses.replace(absent(), calls=())], 4, 10.0) is None

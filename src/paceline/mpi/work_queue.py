@@ -4,11 +4,8 @@ Progress
     An operation is a few non-blocking MPI requests, such as one `Iallreduce`. The calling thread starts them
     at once, so requests start in the order of the calls on every rank. MPI works on requests only while the
     process is in a call of MPI, so some thread must test them. A thread that waits for an operation tests all
-    requests of its group, which is fastest. A background thread does so while an asynchronous operation is
-    unfinished, such as an all-reduce of DDP.
-
-    torch's own backend `mpi` makes blocking calls in a thread, under one lock for all groups. Such a call
-    cannot end after a timeout, and two ranks that use two groups in different orders deadlock.
+    requests of its group. A background thread does so while an asynchronous operation is unfinished, such as
+    an all-reduce of DDP, which waits in C++. A blocking call of MPI could not end after a timeout.
 
 Failure
     MPI reports no rank that died, left or does not come. The ranks tell each other through the store, which a
@@ -51,16 +48,11 @@ WriteResults = Callable[[], None] | None
 _TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
     torch.int8: "INT8_T",
     torch.int16: "INT16_T",
     torch.int32: "INT32_T",
     torch.int64: "INT64_T",
     torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
 }
 
 _SPIN_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
@@ -75,14 +67,12 @@ class Work(QueuedWork):
     Attributes:
         requests: The requests of MPI that are not finished.
         write: Writes the results. To be called when they are finished; None if MPI has written them.
-        status: For a receive, MPI writes the sender and the size of the message into it.
 
     `bytes` and `numbers` make the arguments of mpi4py from flat tensors in host memory. mpi4py gets an
     address only, so the work keeps the tensors until the requests are finished. (`Tensor.numpy()` would make
     the storage not resizable, but FSDP2 resizes its storages. DLPack takes as long as a small all-reduce.)
     """
 
-    status: Any = None
     write: WriteResults = None
 
     def __init__(
@@ -107,7 +97,7 @@ class Work(QueuedWork):
 
     def test(self) -> bool:
         """Whether all requests are finished. Lets MPI work on them."""
-        while self.requests and self.requests[-1].Test(self.status):
+        while self.requests and self.requests[-1].Test():
             self.requests.pop()
         return not self.requests
 
@@ -117,11 +107,9 @@ class Work(QueuedWork):
             self.write()
         self.write, self._buffers = None, []
 
-    def _source_rank(self) -> int:
-        return -1 if self.status is None else int(self.status.Get_source())
 
-
-Start = Callable[[Work], WriteResults]  # starts the requests of an operation
+# Starts the requests of an operation, whose name it has, and returns what writes the results.
+Start = Callable[[Work], WriteResults]
 
 
 class RequestQueue(Queue[Work]):
@@ -143,22 +131,14 @@ class RequestQueue(Queue[Work]):
 
     def submit(
         self,
-        name: str,
         start: Start,
         outputs: Sequence[torch.Tensor],
         timeout_s: float,
         *,
         blocking: bool,
-        peer: int | None = None,
-        status: Any = None,
     ) -> Work:
-        """Start an operation. If `blocking`, it is finished on return.
-
-        Args:
-            peer, status: Of a send or receive, see `Work`.
-        """
-        work = Work(self, name, outputs, timeout_s)
-        work.peer, work.status = peer, status
+        """Start an operation. If `blocking`, it is finished on return."""
+        work = Work(self, start.__name__, outputs, timeout_s)
         with self.lock:
             self._add(work)
             try:
@@ -281,9 +261,9 @@ class RequestQueue(Queue[Work]):
             logger.debug("the store has ended, so the other ranks cannot read: %s", why)
 
     def _tell_arrival(self) -> None:
-        if self._told < self.entered:
-            self._client.set(f"arrived/{self._rank}", str(self.entered))
-            self._told = self.entered
+        if self._told < self.num_issued:
+            self._client.set(f"arrived/{self._rank}", str(self.num_issued))
+            self._told = self.num_issued
 
     def _peer_failure(self) -> PeerFailed | None:
         if not self._client.check(["failed"]):
@@ -302,17 +282,12 @@ class RequestQueue(Queue[Work]):
         waited_s = time.monotonic() - work.issued
         if waited_s <= work.timeout_s:
             return None
-        if work.peer is None:
-            missing = self._missing(work.number)
-            names = name_ranks(missing) if missing else "none"
-            what = (
-                f"an operation timed out after {waited_s:.0f} s; ranks that have not reported that they "
-                f"reached it: {names}."
-            )
-        else:
-            missing = [self._ranks[work.peer]] if work.peer >= 0 else []
-            other = name_ranks(missing) if missing else "any rank"
-            what = f"a send to or receive from {other} timed out after {waited_s:.0f} s."
+        missing = self._missing(work.number)
+        names = name_ranks(missing) if missing else "none"
+        what = (
+            f"an operation timed out after {waited_s:.0f} s; ranks that have not reported that they "
+            f"reached it: {names}."
+        )
         return CollectiveTimeout(
             what, where=self._where(), missing=missing, waited_s=waited_s, cause_known=False
         )

@@ -23,11 +23,7 @@ from paceline.shm.shared_buckets import MIN_BYTES, SharedBuckets
 
 Collective = Generator[None, None, None]
 
-# Gloo runs the last four; only the calls of the ranks are compared here.
-KINDS = (
-    *("barrier", "all_reduce", "broadcast", "all_gather", "reduce_scatter"),
-    *("reduce", "gather", "scatter", "all_to_all"),
-)
+KINDS = ("barrier", "all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 # Bits of the fields of a signature. The remaining 6 bits hold the kind.
@@ -140,12 +136,6 @@ class Collectives:
     def barrier(self) -> Collective:
         """Wait until all ranks have called it."""
         yield from self._synchronize_chunk(0, "barrier", torch.uint8, 0, 0, -1)
-
-    def compare(
-        self, kind: str, dtype: torch.dtype, count: int, *, op: int = 0, root: int = -1
-    ) -> Collective:
-        """Compare the calls of all ranks, and nothing more."""
-        yield from self._synchronize_chunk(0, kind, dtype, count, op, root)
 
     def all_reduce(self, flat: torch.Tensor, op: int, bucket_id: int | None = None) -> Collective:
         """Reduce `flat` over the ranks, in place.
@@ -333,8 +323,6 @@ def _describe(signature: int) -> str:
     if text == "barrier":
         return text
     name = str(_DTYPES[dtype]).removeprefix("torch.")
-    if text == "all_to_all":  # the ranks may send different numbers of elements
-        return f"{text} of {name}"
     text += f" of {count} x {name}"
     if "reduce" in text:
         text += f", {_OP_NAMES[op]}"

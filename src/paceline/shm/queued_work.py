@@ -4,7 +4,7 @@ A queue holds the unfinished works of a group. Whoever waits for a work runs the
 A background thread runs it for works that no thread waits for, such as those of DDP. It starts with the first
 asynchronous work that is not done at once, and sleeps while the queue is empty.
 
-A subclass adds `submit`, and says how works advance. `_end` and `_complete_futures` end a work in two steps:
+A subclass says how works are issued and advance. `_end` and `_complete_futures` end a work in two steps:
 the first needs the lock, and the second must not have it, because callbacks of a future may submit a work.
 """
 
@@ -35,11 +35,8 @@ class QueuedWork(dist.Work):
         done: Whether it is finished, with or without an error.
         error: The error of a failed work.
         timeout_s: Counted from `issued`, which is a time of `time.monotonic`.
-        number: The number of a collective, counted from 1 in each group; 0 for a send or receive.
-        peer: The other rank of a send or receive, negative for any rank; None for a collective.
+        number: Counted from 1 in each group.
     """
-
-    peer: int | None = None
 
     def __init__(
         self, queue: Queue[Any], name: str, outputs: Sequence[torch.Tensor], timeout_s: float
@@ -56,11 +53,6 @@ class QueuedWork(dist.Work):
         # The second future is completed by a callback of the first, see `get_future`.
         self._trigger: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of its first output."""
-        return self._outputs[0].numel() if self._outputs else 0
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the result is there. Raises what the `wait_for` of its queue raises."""
@@ -124,7 +116,7 @@ class QueuedWork(dist.Work):
         return {
             "profiling_name": f"{self._queue.backend}:{self.name}",
             "collective_seq_id": self.number,
-            "is_p2p": self.peer is not None,
+            "is_p2p": False,
             # torch's name for the shapes; a work knows only those of its outputs.
             "input_sizes": [list(output.shape) for output in self._outputs],
             "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
@@ -142,7 +134,6 @@ class Queue(Generic[W]):
     Attributes:
         lock: held while works advance, and to read or change the queue.
         num_issued: the number of works issued.
-        entered: the number of collectives among them. They are numbered; sends and receives are not.
     """
 
     backend: str
@@ -151,7 +142,7 @@ class Queue(Generic[W]):
         self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[W]
     ) -> None:
         self.lock = lock
-        self.num_issued = self.entered = 0
+        self.num_issued = 0
         self._rank, self._ranks = rank, ranks
         self._works = works
         self._ended: deque[W] = deque()  # their futures are not completed yet
@@ -169,9 +160,7 @@ class Queue(Generic[W]):
             # It is raised again and again: the frames of earlier calls would stay alive.
             raise self._error.with_traceback(None)
         self._works.append(work)
-        self.num_issued += 1
-        if work.peer is None:
-            self.entered = work.number = self.entered + 1
+        self.num_issued = work.number = self.num_issued + 1
 
     def _end(self, work: W, error: BaseException | None = None) -> None:
         """Remove a work that is finished, or has failed. The caller holds the lock."""
@@ -200,6 +189,12 @@ class Queue(Generic[W]):
             work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
             for work in tuple(self._works)
         ]
+
+    def submit(
+        self, to_run: Any, outputs: Sequence[torch.Tensor], timeout_s: float, *, blocking: bool
+    ) -> W:
+        """Issue a collective. If `blocking`, it is finished on return."""
+        raise NotImplementedError
 
     def wait_for(self, work: W, timeout_s: float) -> None:
         """Run the queue until `work` is finished."""

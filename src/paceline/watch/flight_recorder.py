@@ -54,7 +54,7 @@ def table() -> dict[str, Any]:
             last_numbers.setdefault(f"{name} {backend}", int(status["last_enqueued_collective"]))
     for name, queue in _our_queues():
         entries += (entry | {"group": name, "backend": queue.backend} for entry in queue.waiting())
-        last_numbers[f"{name} {queue.backend}"] = queue.entered
+        last_numbers[f"{name} {queue.backend}"] = queue.num_issued
     entries.sort(key=lambda entry: entry["time_created_ns"])
     first = len(entries) - _ENTRIES
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
