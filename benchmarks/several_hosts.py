@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from paceline.launch.endpoint import Endpoint
-from paceline.launch.node_facts import NodeFacts
-from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
+from paceline.launch.nodes import NodeRendezvous
+from paceline.launch.options import read_options
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 from hosts import hosts, missing_tool
@@ -77,22 +75,13 @@ def measure_start(rounds: int) -> list[dict[str, Any]]:
 
 def _launcher(port: int, launchers: int, number: int) -> None:
     """Meet the others, as `paceline run` does, and end when all have met."""
-    facts = NodeFacts(host="h", address="", rank=number, nodes="", script="", digest="")
-    options = NodeOptions(
-        endpoint=Endpoint(host="127.0.0.1", port=port, is_host=number == 0, one_launcher=False),
-        facts=lambda address: facts,
-        ports=None,
-        say=lambda text: None,
-    )
-    parameters = RendezvousParameters(
-        "c10d", f"127.0.0.1:{port}", "job", launchers, launchers, "127.0.0.1"
-    )
-    rendezvous = rendezvous_of_nodes(parameters, options)
-    info = rendezvous.next_rendezvous()
-    assert (info.rank, info.world_size) == (number, launchers)
-    info.store.add("met", 1)
-    while number == 0 and info.store.add("met", 0) < launchers:  # it serves the store
-        time.sleep(0.1)
+    words = [f"--nnodes={launchers}", f"--node-rank={number}", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", __file__]
+    rendezvous = NodeRendezvous(read_options(words), lambda text: None)
+    found = rendezvous.next_round()
+    assert (found.node, found.nodes) == (number, launchers)
+    if found.exchange is not None:  # node 0 serves the store
+        found.exchange.wait_all_done(300.0, lambda: False)
 
 
 def measure_launchers(launchers: int) -> dict[str, Any]:

@@ -43,26 +43,6 @@ class PrivateName:
 
 
 COMPILER = "torch._dynamo"
-# The last words of several names, for `has_all`.
-AGENT_OF_TORCH = "torch's own agent runs the ranks: failures and hangs are not explained"
-RENDEZVOUS_OF_TORCH = (
-    "jobs on several nodes use torch's own rendezvous, which finds a lost node later, keeps one store over "
-    "restarts, and unpickles what it reads from the network"
-)
-AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
-RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_AGENT_METHOD = "torch documents that subclasses replace it, but under its private name"
-_LOST_NODES = "the public handler takes 43 s to see a lost node, and cannot be told to be faster"
-_NO_EVENTS = "it inspects the stack at each exchange of the state, which takes 10 ms"
-_NO_PICKLE = (
-    "the public handler unpickles the state, which everybody who reaches the store can write"
-)
-_NEW_STATE = "the handler has no public way to read the state of the other nodes now"
-_NEW_STORE = (
-    "the handler keeps the store of the ranks over restarts, with the addresses of dead ranks"
-)
-_NODE_NUMBERS = "the handler has no public way to keep the numbers that the user gave the nodes"
-_OWN_HOLDER = "the handler makes its nodes and its executor itself, and takes no other ones"
 NAMES = (
     # job
     PrivateName(
@@ -230,86 +210,6 @@ NAMES = (
         without="reports of hangs do not name the ranks of a group",
     ),
     # launch
-    PrivateName(
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous._delay",
-        why="before the first round each node waits a random time of up to 0.3 s, also with two nodes",
-        without="several nodes start up to 0.3 s later",
-    ),
-    *(
-        PrivateName(
-            f"{RENDEZVOUS}.{name}",
-            why=why,
-            without=RENDEZVOUS_OF_TORCH,
-            of_objects=of_objects,
-        )
-        for name, of_objects, why in (
-            ("_Action", False, _LOST_NODES),
-            ("_DistributedRendezvousOpExecutor", False, _LOST_NODES),
-            ("_DistributedRendezvousOpExecutor._mark_rendezvous_complete", False, _NODE_NUMBERS),
-            ("_DistributedRendezvousOpExecutor._record", False, _NO_EVENTS),
-            ("_DistributedRendezvousOpExecutor._state", True, _NEW_STATE),
-            ("_NodeDesc", False, _NO_PICKLE),
-            ("_RendezvousState", False, _NO_PICKLE),
-            ("_remove_participant_epilogue", False, _LOST_NODES),
-            ("DynamicRendezvousHandler._bootstrap_store_info", True, _NEW_STORE),
-            ("DynamicRendezvousHandler._create_tcp_store_server", False, _NEW_STORE),
-            ("DynamicRendezvousHandler._heartbeat_lock", True, _NEW_STATE),
-            ("DynamicRendezvousHandler._node_desc_generator", False, _OWN_HOLDER),
-            ("DynamicRendezvousHandler._op_executor", True, _OWN_HOLDER),
-            ("DynamicRendezvousHandler._shared_tcp_store_server", True, _NEW_STORE),
-        )
-    ),
-    *(
-        PrivateName(
-            f"{AGENT}.{name}",
-            why=why,
-            without=AGENT_OF_TORCH,
-            of_objects=of_objects,
-        )
-        for name, of_objects, why in (
-            ("_rendezvous", False, _AGENT_METHOD),
-            ("_start_workers", False, _AGENT_METHOD),
-            ("_monitor_workers", False, _AGENT_METHOD),
-            ("_stop_workers", False, _AGENT_METHOD),
-            ("_shutdown", False, _AGENT_METHOD),
-            (
-                "_remaining_restarts",
-                True,
-                "no public name ends the restarts when a failure repeats",
-            ),
-        )
-    ),
-    PrivateName(
-        f"{AGENT}._exit_barrier",
-        why="torch's own barrier also waits for launchers that have stopped their ranks and do not come",
-        without="after a preemption on several nodes a launcher may wait up to 300 s for the others",
-    ),
-    PrivateName(
-        f"{AGENT}._store",
-        why="the agent keeps the store of the last round, and with it the port that the next round needs",
-        without="a restart with a fixed --master-port waits 10 s for that port, and may not get it",
-        of_objects=True,
-    ),
-    PrivateName(
-        f"{AGENT}._setup_local_watchdog",
-        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
-        without="TORCHELASTIC_ENABLE_FILE_TIMER has no effect",
-    ),
-    PrivateName(
-        f"{AGENT}._setup_healthcheck",
-        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
-        without="TORCHELASTIC_HEALTH_CHECK_PORT has no effect",
-    ),
-    PrivateName(
-        f"{AGENT}._set_local_rank_env",
-        why="`_start_workers` of torch, which is replaced, calls it; it has no public name",
-        without="--virtual-local-rank has no effect: all ranks of a node see all of its GPUs",
-    ),
-    PrivateName(
-        "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
-        why="no public function builds the numactl command of --numa-binding",
-        without="--numa-binding is refused",
-    ),
     PrivateName(
         COMPILER,
         why="processes that fork ranks import it early, since the first optimizer imports it",

@@ -55,7 +55,7 @@ def test_both_nodes_name_the_cause(
 
 EVALUATES = """
 def evaluate():
-    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)
 if rank == 3:
     evaluate()
 dist.all_reduce(torch.ones(3))
@@ -66,7 +66,7 @@ dist.all_reduce(torch.ones(3))
 def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> None:
     ends = _run_nodes(tmp_path, free_port, EVALUATES, 2, "--hang-after=2", "--on-hang=end")
     line = (PLAIN + STEPS + EVALUATES).splitlines().index(
-        "    os.kill(os.getpid(), signal.SIGSTOP)"
+        "    time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"
     ) + 1
     for end in ends:
         assert end.code == 1, ends
@@ -80,8 +80,9 @@ def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> Non
 
 GOES_ON = """
 if "HOST" not in os.environ:
-    os.rename(__file__, "gone-on")
+    open("gone-on", "w").close()
     time.sleep(600)
+open("host-ended", "w").close()
 """
 
 
@@ -96,7 +97,7 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     assert "waiting for 2 nodes" in host.stderr.readline()
     wait_served(free_port)
     other = start(words, tmp_path)
-    while not (tmp_path / "gone-on").exists():
+    while not all((tmp_path / name).exists() for name in ("gone-on", "host-ended")):
         assert other.poll() is None, other.communicate()
         time.sleep(0.01)
     other.kill()

@@ -172,7 +172,7 @@ def test_nodes_meet_at_the_first() -> None:
     words = pod["containers"][0]["command"][2:]
     options = read_options([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words])
     assert str(options.endpoint) == "train-0.train:29400"
-    assert (options.node_rank, options.config.max_nodes, options.config.nproc_per_node) == (1, 2, 4)
+    assert (options.node_rank, options.max_nodes, options.nproc) == (1, 2, 4)
 
     services = yaml.safe_load(_write("docker train.py --nodes 2 --gpus 2")["compose.yaml"])[
         "services"
@@ -195,7 +195,7 @@ def test_the_command_for_a_runtime_of_kubeflow(monkeypatch: pytest.MonkeyPatch) 
     (line,) = re.findall(r"^paceline run (.*)$", page.read_text(), re.M)
     options = read_options(line.replace("$(PET_MASTER_ADDR)", "a-node-0-0.a").split())
     assert str(options.endpoint) == "a-node-0-0.a:29400"
-    assert (options.node_rank, options.config.max_nodes, options.config.nproc_per_node) == (1, 2, 4)
+    assert (options.node_rank, options.max_nodes, options.nproc) == (1, 2, 4)
 
 
 def test_the_grace_period_is_longer_than_that_of_the_launcher() -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,6 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from paceline.launch import node_exchange
-from paceline.launch.agent import Agent
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.messages import JobInfo, render_failure
 from paceline.launch.node_exchange import NodeExchange
@@ -238,43 +236,6 @@ def test_states_of_ranks_arrive_whole() -> None:
         diagnose([mine, *node.collect_states()[0]], 2, 1.0)
 
 
-class _EndsBadlyLater:
-    """Ranks of which one ends with an error after it was asked for."""
-
-    ranks = ()
-    preempted = _ended = False
-
-    def wait_change(self, timeout_s: float) -> None: ...
-
-    @property
-    def any_ended_badly(self) -> bool:
-        before, self._ended = self._ended, True
-        return before
-
-    @property
-    def done(self) -> bool:
-        return self._ended
-
-
-def test_a_rank_that_fails_while_the_ranks_are_asked_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    agent: Any = object.__new__(Agent)
-    worker_group: Any = SimpleNamespace(workers=[Mock(world_size=1)], spec=Mock())
-    monkeypatch.setattr(agent, "_fail", lambda: "failed")
-    vars(agent).update(
-        _local_ranks=_EndsBadlyLater(),
-        _options=Mock(),
-        _signals=Mock(take_for_ranks=list),
-        _remaining_restarts=0,
-        _exchange=None,
-        _watch=None,
-        _worker_group=worker_group,
-    )
-    assert agent._monitor_workers(worker_group).state.name == "HEALTHY"
-    assert agent._monitor_workers(worker_group) == "failed"
-
-
 def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,25 +257,12 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     watch._begin([rank.pid for rank in ranks.ranks])
     watch.exchange = here
     monkeypatch.setattr(watch, "_state", lambda rank, now: waiting)
-    agent: Any = object.__new__(Agent)
-    worker_group: Any = SimpleNamespace(workers=[Mock(world_size=2)], spec=Mock())
-    monkeypatch.setattr(agent, "_fail", lambda: "failed")
-    vars(agent).update(
-        _local_ranks=ranks,
-        _options=Mock(),
-        _signals=Mock(take_for_ranks=list),
-        _remaining_restarts=0,
-        _exchange=here,
-        _watch=watch,
-        _worker_group=worker_group,
-    )
-
     here.request_states(new=True)
     assert watch._conclude(time.monotonic(), 2) is None  # it waits for the states of node 1
     there.request_states(new=False)
     there.publish_states([ended])
     there.announce_failure()  # node 1 has judged first, and ends its ranks
-    assert agent._monitor_workers(worker_group) == "failed"
+    watch.conclude_pending(2)
     (said,) = (call.args[0] for call in ranks.show.call_args_list)
     assert said.startswith("hang: rank 0 (host a, pid 6) has waited 12 s in all_reduce #4")
     assert "has not entered it: ended with exit code 0" in said

@@ -1,16 +1,19 @@
-"""What is known before torch is imported, and the options as torch's parser reads them."""
+"""The options of `paceline run`, and the check of its script."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from paceline.errors import ConfigError
-from paceline.launch.options import read_options
+from paceline.launch.options import parser, read_options
 from paceline.launch.prescan import ScriptError, check_script
 
 
@@ -125,10 +128,13 @@ REFUSED = [
             "--node-rank=1": "--node-rank is 1, and there is 1 node",
             "--nnodes=2 --rdzv-endpoint=a:b": "--rdzv-endpoint is not an address: 'a:b'",
             "--standalone --nnodes=2": "--standalone is for one node",
-            "--max-restarts=-1": "max_restarts",
+            "--max-restarts=-1": "--max-restarts must be 0 or more",
             "--start-method=fork": "--start-method=fork has no effect here",
             "--duplicate-stdout-filters=a": "cannot be used here",
-            "--redirects=7": "7",
+            "--nnodes=2 --rdzv-backend=etcd": "--rdzv-backend=etcd cannot be used here",
+            "--nnodes=2 --rdzv-conf=join_timeot=3": "--rdzv-conf has no 'join_timeot'",
+            "--nnodes=2 --rdzv-conf=join_timeout=-3": "join_timeout must be a positive number",
+            "--local-ranks-filter=a": "--local-ranks-filter must be numbers",
             "--no-python no-such-program": "there is no program 'no-such-program'",
             "--hang-after=-1": "0 to switch it off; it is -1.0.",
             "--hang-after=0 --on-hang=end": "--on-hang=end needs --hang-after",
@@ -172,20 +178,45 @@ def test_missing_scripts_and_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "address"),
+    ("words", "where"),
     [
-        ("t.py", ("127.0.0.1", 0)),
-        ("--standalone t.py", ("127.0.0.1", 0)),
-        ("--master-port=4711 t.py", ("127.0.0.1", 4711)),
-        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", ("127.0.0.1", 0)),
-        ("--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=localhost:4711 t.py", None),
-        ("--nnodes=2 --master-addr=10.0.0.1 t.py", None),
+        ("t.py", "127.0.0.1:0"),
+        ("--standalone t.py", "127.0.0.1:0"),
+        ("--master-port=4711 t.py", "127.0.0.1:4711"),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", "127.0.0.1:0"),
     ],
 )
-def test_one_node_binds_its_own_store(words: str, address: tuple[str, int] | None) -> None:
+def test_one_node_binds_its_own_store(words: str, where: str) -> None:
     options = read_options(words.split())
-    assert options.address == address
+    assert options.endpoint is None
+    assert "{}:{}".format(*options.address) == where
     assert options.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "endpoint", "is_host"),
+    [
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:4711", "localhost:4711", None),
+        ("--rdzv-backend=c10d --rdzv-endpoint=a", "a:29400", None),
+        ("--rdzv-backend=c10d --rdzv-endpoint=a --rdzv-conf=is_host=true", "a:29400", True),
+        # As in torchrun, static rendezvous is served by node 0, the default of --node-rank.
+        ("--master-addr=10.0.0.1", "10.0.0.1:29500", True),
+        ("--master-addr=10.0.0.1 --master-port=4711 --node-rank=1", "10.0.0.1:4711", False),
+    ],
+)
+def test_several_nodes_meet_where_torchrun_would(
+    words: str, endpoint: str, is_host: bool | None
+) -> None:
+    found = read_options(["--nnodes=2", *words.split(), "t.py"]).endpoint
+    assert found is not None
+    assert (str(found), found.is_host) == (endpoint, is_host)
+
+
+def test_torchrun_has_no_option_that_is_unknown_here() -> None:
+    def names(options: Iterable[argparse.Action]) -> set[str]:
+        return {name for option in options for name in option.option_strings}
+
+    assert not names(get_args_parser()._actions) - names(parser().arguments)
 
 
 def test_an_option_of_the_launcher_after_the_script_is_noted() -> None:

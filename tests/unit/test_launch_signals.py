@@ -6,10 +6,9 @@ import signal
 import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from paceline.job.preemption import SAME_SIGNAL_S
-from paceline.launch.signals import ReceivedSignals
+from paceline.launch.signals import ReceivedSignals, SignalReceived
 
 
 def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
@@ -35,5 +34,5 @@ def test_a_signal_for_ranks_that_have_ended_does_not_end_the_launcher() -> None:
         signals._note_for_ranks(signal.SIGUSR2, None)
     signals.check()
     assert signals.take_for_ranks() == []
-    with pytest.raises(SignalException), signals.interruptible():  # before the scripts begin
+    with pytest.raises(SignalReceived), signals.interruptible():  # before the scripts begin
         signals._note_for_ranks(signal.SIGUSR1, None)

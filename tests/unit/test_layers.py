@@ -72,9 +72,11 @@ MAY_DEFER = {
     "cli/top.py": "`paceline --help` without rich",
     "cli/run.py": "`paceline --help` without torch",
     "cli/verify.py": "`paceline --help` without torch",
-    "launch/__init__.py": "`paceline --help` without torch",
     "launch/local_ranks.py": "psutil takes 0.1 s, and the ranks are started before",
-    "launch/worker.py": "torch is imported while the launcher does",
+    "launch/worker.py": "the first code of a rank imports as little as it can",
+    "launch/options.py": "torch is needed only to count GPUs",
+    "launch/supervisor.py": "the ranks of one host start before the launcher imports torch",
+    "job/store_server.py": "the launcher binds the socket of the store before it imports torch",
     "verify/forked_ranks.py": "a rank's first code belongs to the rank alone",
 }
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))

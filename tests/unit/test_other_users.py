@@ -11,12 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousSettings,
-    RendezvousTimeout,
-)
 
 from paceline.checkpoint.store import open_store
 from paceline.doctor import session
@@ -24,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.job import environment
 from paceline.job.rendezvous import _port_folder
 from paceline.launch import failure_report
-from paceline.launch.nodes import StateHolder
+from paceline.launch.nodes import decode_state
+from paceline.launch.rendezvous import RendezvousLost
 from paceline.shm import segment
 from paceline.shm.segment import SharedMemoryUnavailable, open_segment
 
@@ -80,12 +75,8 @@ def test_a_state_of_the_nodes_that_is_no_json_of_paceline_is_refused(
     data: bytes | None, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
-    timeout, second = RendezvousTimeout(), timedelta(seconds=1)
-    settings = RendezvousSettings("job", 2, 2, timeout, second, 3)
-    backend = C10dRendezvousBackend(dist.HashStore(), "job")
-    backend.set_state(pickle.dumps(_Pickle(str(victim))) if data is None else data)
-    with pytest.raises(RendezvousStateError, match="was not written by this version"):
-        StateHolder(backend, settings).sync_now()
+    with pytest.raises(RendezvousLost, match="was not written by this version"):
+        decode_state(pickle.dumps(_Pickle(str(victim))) if data is None else data)
     assert not victim.exists()
 
 

@@ -150,20 +150,20 @@ def step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_launcher_takes_nodes_rank_and_host_from_the_step(step: pytest.MonkeyPatch) -> None:
     options = read_options(["--nproc-per-node=2", "train.py"])
-    assert (options.config.min_nodes, options.config.max_nodes) == (2, 2)
+    assert (options.min_nodes, options.max_nodes) == (2, 2)
     assert options.node_rank == 1
     assert str(options.endpoint) == "n1:29531"
-    assert options.config.run_id == "slurm-1-0"
+    assert options.run_id == "slurm-1-0"
     assert options.notes == ("Slurm step of 2 nodes: --nnodes=2 --host=n1:29531",)
 
 
 def test_options_of_the_user_win(step: pytest.MonkeyPatch) -> None:
     options = read_options(["--nnodes=2", "--host=m:4", "--node-rank=0", "train.py"])
     assert (str(options.endpoint), options.node_rank, options.notes) == ("m:4", 0, ())
-    assert read_options(["--standalone", "train.py"]).config.max_nodes == 1
+    assert read_options(["--standalone", "train.py"]).max_nodes == 1
     step.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
     step.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert read_options(["--standalone", "train.py"]).config.max_nodes == 1
+    assert read_options(["--standalone", "train.py"]).max_nodes == 1
 
 
 def test_several_launchers_on_a_node_are_refused_with_the_right_lines(

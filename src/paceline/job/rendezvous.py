@@ -71,8 +71,9 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
         if store is not None:
             pass
         elif info.master is None and info.rank == 0:
-            store = serve_here(timeout)
-            until_all_met.enter_context(_port_file(info, store.port))
+            served: dist.TCPStore = serve_here(timeout)
+            until_all_met.enter_context(_port_file(info, served.port))
+            store = served
         elif info.master is None:
             store = _connect(info, LOOPBACK, _read_port_file(info, timeout), timeout_s)
         else:
@@ -102,7 +103,7 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
 def _serve(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.Store:
     say = _say_waiting(info, host, port)
     try:
-        return store_on(listen_for(host, port, timeout.total_seconds(), say), timeout)
+        listener = listen_for(host, port, timeout.total_seconds(), say)
     except OSError as error:
         raise cannot_listen(
             f"rank 0 cannot listen on {host}:{port}",
@@ -110,6 +111,8 @@ def _serve(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.Sto
             error,
             fix="choose another MASTER_PORT, or let `paceline run` choose one.",
         ) from error
+    store: dist.Store = store_on(listener, timeout)
+    return store
 
 
 def _say_waiting(info: RankInfo, host: str, port: int) -> Say:

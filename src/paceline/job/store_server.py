@@ -14,8 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-
-from torch.distributed import TCPStore
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.job.network import address_from_here, addresses_of, is_loopback, own_address
@@ -31,13 +30,15 @@ LOOPBACK = "127.0.0.1"
 Say = Callable[[str, str], None]  # takes the reason of a wait, and a fix
 
 
-def serve_here(timeout: timedelta) -> TCPStore:
+def serve_here(timeout: timedelta) -> Any:
     """Serve a store that only this host can reach, on a port that the kernel chooses."""
     return store_on(listen(LOOPBACK, 0), timeout)
 
 
-def store_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
-    """Serve a store on a socket that listens already."""
+def store_on(listener: socket.socket, timeout: timedelta) -> Any:
+    """Serve a `torch.distributed.TCPStore` on a socket that listens already; imports torch."""
+    from torch.distributed import TCPStore
+
     address, port = listener.getsockname()[:2]
     return TCPStore(
         address,

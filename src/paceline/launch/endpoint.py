@@ -12,7 +12,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -27,31 +26,12 @@ from paceline.job.store_server import (
     store_on,
     wait_served,
 )
+from paceline.launch.options import Endpoint
 from paceline.machine import mtu_of
 
 # Larger than any packet (at most 64 KiB), so that both directions need packets of full size.
 _PROBE_BYTES = 1 << 17
 _PROBE_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where the nodes meet.
-
-    Attributes:
-        host: name or address.
-        is_host: whether this node has to serve the store; None: if it owns the address.
-        one_launcher: whether each host has one launcher only. Then a port that is taken is an error;
-            otherwise the launcher that took it serves the store for this one too.
-    """
-
-    host: str
-    port: int
-    is_host: bool | None
-    one_launcher: bool
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def meet_at(
@@ -80,12 +60,13 @@ def meet_at(
 
     listener = _claim(endpoint, timeout_s, say_waiting)
     if listener is not None:
-        return store_on(listener, read_timeout)
+        served: TCPStore = store_on(listener, read_timeout)
+        return served
     failure = wait_served(endpoint.host, endpoint.port, timeout_s, say_waiting)
     if failure is not None:
         reason, fix = failure
         raise LaunchFailed(
-            f"the nodes could not meet: {reason}.",
+            f"rendezvous failed: {reason}.",
             where=f"host {socket.gethostname()}, rendezvous at {endpoint}",
             fix=fix,
         )

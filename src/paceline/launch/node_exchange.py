@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
-from torch.distributed import Store
-
 from paceline.credentials import redact
 from paceline.watch.crash import RankOutcome
 from paceline.watch.rank_state import RankState
@@ -38,12 +36,12 @@ class NodeExchange:
     """The exchange of one round of ranks.
 
     Args:
-        store: It is never read with a blocking call, because torch's rendezvous sends its heartbeats through
-            the same client.
+        store: A `torch.distributed.Store`. It is never read with a blocking call, because
+            heartbeats go through the same client.
         node: The number of this node, from 0 to `nodes` - 1.
     """
 
-    def __init__(self, store: Store, node: int, nodes: int) -> None:
+    def __init__(self, store: Any, node: int, nodes: int) -> None:
         self._store = store
         self.node = node
         self._others = [n for n in range(nodes) if n != node]
@@ -99,7 +97,7 @@ class NodeExchange:
         """
         count = self._store.add(_DONE, 0 if self._done else 1)
         self._done = True
-        return count > len(self._others)
+        return bool(count > len(self._others))
 
     def wait_all_done(self, timeout_s: float, skip_grace: Callable[[], bool]) -> None:
         """Wait until the ranks of all nodes have ended, because the store may end with this process."""
@@ -120,7 +118,7 @@ class NodeExchange:
     def states_requested(self) -> bool:
         """Whether another launcher has asked for the states of all ranks."""
         with contextlib.suppress(RuntimeError):
-            return self._store.add(_STATE_REQUESTS, 0) > self._request
+            return bool(self._store.add(_STATE_REQUESTS, 0) > self._request)
         return False
 
     def request_states(self, *, new: bool) -> None:
@@ -166,7 +164,7 @@ class NodeExchange:
 
     def _has(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):
-            return self._store.check([key])
+            return bool(self._store.check([key]))
         return False
 
     def _read_outcomes(self, node: int) -> list[RankOutcome]:

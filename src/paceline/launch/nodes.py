@@ -1,359 +1,510 @@
-"""torch's rendezvous of several nodes, with faster detection of lost nodes.
+"""The rendezvous of several nodes: the launchers meet in a store, and agree on the nodes of each round.
 
-Subclasses of `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost
-node.
-Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
-clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
-each round has a new store for the ranks; the first round begins without torch's random pause, and up to
-16 nodes read the state at least ten times a second while they meet; more nodes read it less often. The state
-in the store is JSON: torch unpickles it, and everybody who reaches the store can write it, because torch does
-not authenticate the nodes. Several nodes with static or etcd rendezvous use torch's own.
+The state that they share is one JSON text, which each changes with `compare_set`: `next_state` has the rules.
+Each node increments a heartbeat once a second. A node is dead when its heartbeat has not changed for 3 s of
+*this* node's clock; clocks of hosts are not compared. torch does not authenticate the store, so nothing that
+comes from it is unpickled, and what cannot be read counts as a lost rendezvous.
 
-Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
-refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are
-named.
+A node with another torch, paceline, script or `--nnodes` than the first one is refused. While nodes are
+missing, a line every 10 s says which.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import ipaddress
 import json
-import math
+import os
+import platform
 import random
+import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-)
-from torch.distributed.elastic.rendezvous import registry as torch_registry
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousSettings,
-    RendezvousTimeout,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from paceline import torch_private
-from paceline.errors import ConfigError, LaunchFailed
-from paceline.job.network import Route, address_from_here, route_to
+import paceline
+from paceline.errors import LaunchFailed
+from paceline.job.network import address_from_here, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
-from paceline.launch.endpoint import Endpoint, meet_at
-from paceline.launch.node_exchange import NodeExchange
-from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
-from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT, StaticHost
+from paceline.launch.endpoint import meet_at
+from paceline.launch.node_exchange import UNREADABLE, NodeExchange, from_json
+from paceline.launch.options import LaunchOptions
+from paceline.launch.rendezvous import (
+    STORE_TIMEOUT,
+    Change,
+    Rendezvous,
+    RendezvousClosed,
+    RendezvousLost,
+    Round,
+)
 
-_MODULE = torch_private.RENDEZVOUS
-_EXECUTOR = f"{_MODULE}._DistributedRendezvousOpExecutor"
-_HANDLER = f"{_MODULE}.DynamicRendezvousHandler"
-_RANDOM_DELAY = f"{_MODULE}._delay"
-# Without a warning: a job of one node imports this file too, and needs none of them.
-_found: list[Any] = [
-    torch_private.look_up(path)
-    for path in (
-        f"{_MODULE}._Action",
-        f"{_MODULE}._RendezvousState",
-        f"{_MODULE}._NodeDesc",
-        _EXECUTOR,
-        f"{_MODULE}._remove_participant_epilogue",
-    )
-]
-_Action, _State, _NodeDesc, _OpExecutor, _remove_epilogue = _found
-
-# All nodes write their heartbeats under one key, so many nodes must write less often.
-_MANY_NODES = 64
-_HEARTBEAT_S = 1
-_HEARTBEAT_OF_MANY_S = 5
-_CACHED_S = 1.0  # a newer state is not read again
-# Each poll of a node reads the state of all, and nodes that join at one time overwrite each other's state and
-# try again. So both are spread over a time that grows with the number of nodes.
-_POLL_S = 0.1
-_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start together meet at once
-_NODES_OF_A_POLL = 16
+_MANY_NODES = 64  # with more, heartbeats are rarer, and nodes join at different times
+_HEARTBEAT_S = 1.0
+_HEARTBEAT_OF_MANY_S = 5.0
+_BEATS = 3  # a node without a heartbeat for so many intervals is dead
 _JOIN_S_PER_NODE = 0.02
-_ATTEMPTS = 3
-_CLOCK_OFFSET_S = 60
-
-
-def _encode(state: Any) -> bytes:
-    nodes = {
-        "participants": [[*_fields(n), rank] for n, rank in state.participants.items()],
-        "wait_list": [_fields(n) for n in state.wait_list],
-        "redundancy_list": [_fields(n) for n in state.redundancy_list],
-        "last_heartbeats": [
-            [*_fields(n), at.isoformat()] for n, at in state.last_heartbeats.items()
-        ],
-    }
-    deadline = state.deadline and state.deadline.isoformat()
-    plain = {"round": state.round, "complete": state.complete, "closed": state.closed}
-    return json.dumps(plain | {"deadline": deadline} | nodes).encode()
-
-
-def _decode(data: bytes) -> Any:
-    state = _State()
-    try:
-        read = json.loads(data)
-        state.round = int(read["round"])
-        state.complete, state.closed = bool(read["complete"]), bool(read["closed"])
-        state.deadline = read["deadline"] and _time(read["deadline"])
-        state.participants = {_node(*node): int(rank) for *node, rank in read["participants"]}
-        state.wait_list = {_node(*node) for node in read["wait_list"]}
-        state.redundancy_list = {_node(*node) for node in read["redundancy_list"]}
-        state.last_heartbeats = {_node(*node): _time(at) for *node, at in read["last_heartbeats"]}
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise RendezvousStateError(
-            "the state of the nodes in the store was not written by this version of paceline run"
-        ) from error
-    return state
-
-
-def _fields(node: Any) -> list[Any]:
-    return [node.addr, node.pid, node.local_id]
-
-
-def _node(address: object, pid: int, local_id: int) -> Any:
-    return _NodeDesc(str(address), int(pid), int(local_id))
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC)
-
-
-class StateHolder:
-    """The state that the nodes share, and the nodes that this one considers dead.
-
-    It has the methods of torch's `_RendezvousStateHolder`.
-
-    Attributes:
-        state: As of the last `sync`.
-        dead: Nodes whose heartbeat has not changed for too long.
-        clock_offsets_s: By node, how far its clock is ahead of this one's, to about the time of a heartbeat.
-    """
-
-    def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
-        self.state: Any = _State()
-        self.dead: set[Any] = set()
-        self.clock_offsets_s: dict[Any, float] = {}
-        self._backend = backend
-        self._token: Any = None
-        self._is_dirty = False
-        self._synced_at = -math.inf
-        self._options = settings
-        self._window_s = (
-            settings.keep_alive_interval * settings.keep_alive_max_attempt
-        ).total_seconds()
-        # Between two looks at the state, which is looked at once in each interval.
-        self._usual_s = settings.keep_alive_interval.total_seconds() + 1.5 * _CACHED_S
-        self._seen: dict[Any, tuple[Any, float]] = {}
-        self._looked_at = 0.0
-
-    def mark_dirty(self) -> None:
-        """Write the state at the next `sync`."""
-        self._is_dirty = True
-
-    def sync(self) -> bool | None:
-        """Write the state, or read it if it is older than a second.
-
-        Returns:
-            Whether it was written; None if it was not changed. If another node wrote first, `state` is what
-            that node wrote.
-
-        Raises:
-            RendezvousStateError: something else is in its place.
-        """
-        has_set: bool | None = None
-        answer: tuple[bytes, Any] | None
-        if self._is_dirty:
-            written = self._backend.set_state(_encode(self.state), self._token)
-            answer, has_set = (written[:2], written[2]) if written else (None, False)
-        elif time.monotonic() - self._synced_at <= _CACHED_S:
-            return None
-        else:
-            answer = self._backend.get_state()
-        self.state = _State() if answer is None else _decode(answer[0])
-        self._token = answer and answer[1]
-        self._is_dirty = False
-        self._synced_at = time.monotonic()
-        self._remove_dead()
-        return has_set
-
-    def sync_now(self) -> None:
-        """Read the state again, however new it is."""
-        self._synced_at = -math.inf
-        self.sync()
-
-    def _remove_dead(self) -> None:
-        now = time.monotonic()
-        state = self.state
-        beats = state.last_heartbeats
-        # After a pause of this process no node is called dead: the others may have paused too.
-        paused = now - self._looked_at > max(self._window_s / 2, self._usual_s)
-        self._looked_at = now
-        seen, self._seen = self._seen, {}
-        for node, beat in beats.items():
-            last = seen.get(node)
-            if last is not None and last[0] != beat:
-                self.clock_offsets_s[node] = (beat - datetime.now(UTC)).total_seconds()
-            if paused or last is None or last[0] != beat:
-                last = (beat, now)
-            self._seen[node] = last
-        dead = [node for node, (_, at) in self._seen.items() if now - at > self._window_s]
-        self.dead = (self.dead - beats.keys()) | set(dead)
-        for node in dead:
-            del beats[node]
-            state.participants.pop(node, None)
-            state.wait_list.discard(node)
-            state.redundancy_list.discard(node)
-        if dead:
-            _remove_epilogue(state, self._options)
-
-
-class _Executor(_OpExecutor or object):  # type: ignore[misc]
-    """Polls more often than once a second, and ends a round when all living nodes have come."""
-
-    survivors: Callable[[], set[Any]]
-    in_order: Callable[[Sequence[Any]], list[Any]]
-    waiting: Callable[[Any], None]
-    holder: StateHolder
-
-    def _record(self, *args: Any, **kwargs: Any) -> None:
-        """No event for each exchange of the state: torch inspects the stack for it, which takes 10 ms."""
-
-    def _mark_rendezvous_complete(self) -> None:
-        mark: Any = torch_private.find(f"{_EXECUTOR}._mark_rendezvous_complete")
-        mark(self)
-        participants = self.holder.state.participants
-        for number, node in enumerate(self.in_order(list(participants))):
-            participants[node] = number
-
-    def run(
-        self,
-        state_handler: Callable[[Any, float], Any],
-        deadline: float,
-        update_deadline: Callable[[timedelta], float] | None = None,
-    ) -> None:
-        def handler(context: Any, deadline: float) -> Any:
-            pause_s = _FIRST_POLL_S
-            while True:
-                action = state_handler(context, deadline)
-                if action != _Action.SYNC:
-                    return action
-                if self._all_are_back(context):
-                    return _Action.MARK_RENDEZVOUS_COMPLETE
-                self.waiting(context.state)
-                time.sleep(pause_s * max(1, context.settings.max_nodes / _NODES_OF_A_POLL))
-                pause_s = min(2 * pause_s, _POLL_S)
-                self.holder.sync_now()
-                context.state = self.holder.state
-                torch_private.set_attribute(f"{_EXECUTOR}._state", self, context.state)
-
-        super().run(handler, deadline, update_deadline)
-
-    def _all_are_back(self, context: Any) -> bool:
-        state, survivors = context.state, self.survivors()
-        return (
-            not state.complete
-            and not state.wait_list
-            and bool(survivors)
-            and context.node in state.participants
-            and survivors <= state.participants.keys()
-            and len(state.participants) >= context.settings.min_nodes
-        )
+_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start together meet at once
+_POLL_S = 0.1
+_NODES_OF_A_POLL = 16  # with more, each polls less often
+_STORE_S = 60.0  # for the node that serves the store of a round
+_LABELS = {
+    "nodes": "--nnodes",
+    "torch": "torch",
+    "paceline": "paceline",
+    "python": "Python",
+    "script": "script",
+    "digest": "content of the script",
+}
+_SAME_ENVIRONMENT = "install the same environment on all nodes, or use one image for them."
+_SAME_SCRIPT = (
+    "copy the same script to all nodes; if two jobs share this endpoint, give each its own port."
+)
+_FIXES = {"nodes": "give all nodes the same --nnodes."}
+_FIXES |= dict.fromkeys(("torch", "paceline", "python"), _SAME_ENVIRONMENT)
+_FIXES |= dict.fromkeys(("script", "digest"), _SAME_SCRIPT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """What a launcher says of its node.
+class NodeFacts:
+    """What the launcher of a node tells the others.
 
     Attributes:
-        endpoint: where the nodes meet.
-        facts: of this node, without its address.
-        ports: first and last port that the launcher may use; None: the kernel chooses.
-        say: prints a line for the user.
+        address: At which the other nodes reach it.
+        number: Of the node, if the user numbered the nodes.
+        ranks: How many it has.
+        script: Name of the script's file, or of its module.
+        digest: Of the script's content; empty for a module.
     """
 
-    endpoint: Endpoint
-    facts: NodeFacts
-    ports: tuple[int, int] | None
-    say: Callable[[str], None]
+    host: str
+    address: str
+    number: int | None
+    nodes: str
+    ranks: int
+    role: str
+    script: str
+    digest: str
+    torch: str = torch.__version__
+    paceline: str = paceline.__version__
+    python: str = ".".join(platform.python_version_tuple()[:2])
+
+    def __str__(self) -> str:
+        prefix = "" if self.number is None else f"node {self.number}: "
+        return f"{prefix}{self.host} {self.address}"
 
 
-class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of several nodes, with a new store for the ranks in each round.
+def facts_of_this_node(options: LaunchOptions, address: str) -> NodeFacts:
+    """The facts of this node."""
+    script, digest = options.script, ""
+    if options.is_python and not options.module:
+        # Reading a pipe would leave nothing for the rank, and a folder has no bytes.
+        if Path(script).is_file():
+            digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
+        script = Path(script).name
+    return NodeFacts(
+        host=socket.gethostname(),
+        address=address,
+        number=options.node_rank,
+        nodes=options.nnodes,
+        ranks=options.nproc,
+        role=options.role,
+        script=script,
+        digest=digest,
+    )
+
+
+def difference(first: NodeFacts, mine: NodeFacts) -> tuple[str, str] | None:
+    """What differs between two nodes that must be equal, and the fix; None if nothing does."""
+    for name, label in _LABELS.items():
+        theirs, ours = getattr(first, name), getattr(mine, name)
+        if theirs != ours:
+            here, there = f"{mine.host} ({mine.address})", f"{first.host} ({first.address})"
+            if name == "digest":
+                return f"{mine.script} on {here} is not the {first.script} of {there}", _FIXES[name]
+            return f"{label} is {ours} on {here}, and {theirs} on {there}", _FIXES[name]
+    return None
+
+
+def order(nodes: Sequence[str], facts: Mapping[str, NodeFacts]) -> list[str]:
+    """The nodes in the order of their numbers; those without one by address, as numbers."""
+
+    def key(node: str) -> tuple[int, int, int, str]:
+        known = facts.get(node)
+        number = len(nodes) if known is None or known.number is None else known.number
+        try:
+            address = ipaddress.ip_address(known.address if known is not None else "")
+        except ValueError:
+            return number, 0, 0, node
+        return number, address.version, int(address), node
+
+    return sorted(nodes, key=key)
+
+
+@dataclass(frozen=True)
+class State:
+    """What the launchers agree on.
+
+    Attributes:
+        round: Number of rounds before this one.
+        complete: Whether the ranks of the round have been started, or are about to.
+        closed: Whether the job has ended.
+        nodes: Names of the launchers that take part; in their order, once it is complete.
+        expected: Nodes of the last round, and those that waited for this one, that have not come yet.
+        waiting: Nodes that wait for the next round.
+    """
+
+    round: int = 0
+    complete: bool = False
+    closed: bool = False
+    nodes: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
+def next_state(
+    state: State,
+    node: str,
+    *,
+    after: int,
+    dead: Set[str],
+    sizes: tuple[int, int],
+    last_call_over: bool,
+) -> State:
+    """What a node that asks for a round makes of the state; the same state if it has to wait.
+
+    Args:
+        after: The lowest number of the round that it asks for.
+        sizes: The least and the most nodes of a round.
+        last_call_over: Whether the first round begins without more nodes.
+    """
+    low, high = sizes
+    if state.complete:
+        living = [each for each in state.nodes if each not in dead]
+        if node in state.nodes and state.round >= after:
+            return state
+        if node in state.nodes or not living:
+            back = {*living, *state.waiting} - dead - {node}
+            return State(state.round + 1, nodes=(node,), expected=tuple(sorted(back)))
+        if node not in state.waiting and len(living) < high:
+            return replace(state, waiting=(*state.waiting, node))
+        return state
+    nodes = [each for each in state.nodes if each not in dead]
+    expected = [each for each in state.expected if each not in dead and each != node]
+    reserved = len(nodes) + len(expected)
+    if node not in nodes and (node in state.expected or reserved < high):
+        nodes.append(node)
+    # Without a last call a later round begins as soon as all living nodes are back.
+    all_here = not expected and (state.round > 0 or last_call_over)
+    complete = node in nodes and len(nodes) >= low and (len(nodes) == high or all_here)
+    return replace(
+        state,
+        nodes=tuple(nodes),
+        expected=() if complete else tuple(expected),
+        complete=complete,
+        # Not all that were expected have found a place.
+        waiting=tuple(expected) if complete else (),
+    )
+
+
+class Heartbeats:
+    """Which nodes are dead, by the values of their heartbeats.
+
+    Args:
+        interval_s: Between two heartbeats.
+        window_s: A node without a new one for so long is dead.
+    """
+
+    def __init__(self, interval_s: float, window_s: float) -> None:
+        self.dead: set[str] = set()
+        self._window_s = window_s
+        self._pause_s = max(window_s / 2, 2.5 * interval_s)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._looked_at = 0.0
+
+    def look(self, beats: Mapping[str, bytes]) -> None:
+        """Note the newest heartbeat of each node."""
+        now = time.monotonic()
+        # After a pause of this process no node is called dead: the others may have paused too.
+        paused = now - self._looked_at > self._pause_s
+        self._looked_at = now
+        for node, beat in beats.items():
+            last = self._seen.get(node)
+            if paused or last is None or last[0] != beat:
+                self._seen[node] = (beat, now)
+        self.dead = {n for n in beats if now - self._seen[n][1] > self._window_s}
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Turn the errors of torch's store, and of values that cannot be read, into ours."""
+    try:
+        yield
+    except (RuntimeError, *UNREADABLE) as error:
+        raise RendezvousLost("the connection to the rendezvous was lost") from error
+
+
+class NodeRendezvous(Rendezvous):
+    """The rendezvous of several nodes. Its store is served by one of the launchers, see endpoint.py.
+
+    Args:
+        say: Prints a line for the user.
 
     Raises:
-        LaunchFailed: this node differs from those that are here.
+        ConfigError: this node has to serve the store and cannot.
+        LaunchFailed: the store was not there in time, or this node differs from those that are here.
+
+    Collective: the launcher of each node.
     """
 
-    def __init__(
-        self,
-        settings: RendezvousSettings,
-        backend: RendezvousBackend,
-        store: TCPStore,
-        local_addr: str | None,
-        options: NodeOptions,
-    ) -> None:
-        generator: Any = torch_private.find(f"{_HANDLER}._node_desc_generator")
-        self._node = node = generator.generate(local_addr)
-        self._holder = StateHolder(backend, settings)
-        holder: Any = self._holder
-        super().__init__(node, settings, backend.name, store, holder)
-        executor = _Executor(node, self._holder, settings)
-        executor.holder = self._holder
-        executor.survivors = lambda: self._met - self._holder.dead
-        executor.in_order = lambda nodes: order(nodes, self._table.of(nodes))
-        executor.waiting = self._report_waiting
-        torch_private.set_attribute(f"{_HANDLER}._op_executor", self, executor)
-        self._lock: Any = torch_private.attribute(f"{_HANDLER}._heartbeat_lock", self)
-        self._rendezvous_store = store
+    def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
+        super().__init__()
+        assert options.endpoint is not None
+        self._endpoint, self._say = options.endpoint, say
+        self._sizes = (options.min_nodes, options.max_nodes)
         self._options = options
-        self._met: set[Any] = set()
-        self._table = NodeTable(PrefixStore(f"paceline/{settings.run_id}/nodes", store))
-        self._next_report = time.monotonic() + FIRST_REPORT_S
-        self._facts = dataclasses.replace(options.facts, address=node.addr)
-        self._refuse_difference(self._table.publish(node, self._facts))
+        self._served = meet_at(
+            options.endpoint,
+            timeout_s=options.rendezvous.join_timeout_s,
+            read_timeout=STORE_TIMEOUT,
+            say=say,
+        )
+        self._shared: Store = PrefixStore(f"paceline/{options.run_id}", self._served)
+        is_many = options.max_nodes > _MANY_NODES
+        given_s = options.rendezvous.keep_alive_interval_s
+        self._interval_s = given_s or (_HEARTBEAT_OF_MANY_S if is_many else _HEARTBEAT_S)
+        attempts = options.rendezvous.keep_alive_max_attempt or _BEATS
+        self._beats = Heartbeats(self._interval_s, attempts * self._interval_s)
+        self._after = 0
+        self._next_check = self._next_look = 0.0
+        self._known: dict[str, NodeFacts] = {}
+        self._current: Round | None = None
+        self._members: tuple[str, ...] = ()
+        route = route_to(options.endpoint.host)
+        address = address_from_here(options.local_addr) if options.local_addr else ""
+        address = address or (route.address if route is not None else socket.gethostname())
+        self._facts = facts_of_this_node(options, address)
+        self._name = f"{self._facts.host}-{os.getpid()}-{secrets.token_hex(4)}"
+        with _reached():
+            self._beat()
+            first = self._publish()
+        self._refuse_difference(first)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="paceline-beat", daemon=True)
+        self._thread.start()
+
+    # The store's client serves one call at a time, so no call may block: heartbeats use it too.
+
+    def _beat(self) -> None:
+        self._shared.add(f"beat/{self._name}", 1)
+
+    def _beat_on(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: the main thread notices it too
+            while not self._stopped.wait(self._interval_s):
+                self._beat()
+
+    def _publish(self) -> NodeFacts:
+        """Publish the facts of this node; returns those of the first one, which may be this one."""
+        text = json.dumps(dataclasses.asdict(self._facts))
+        self._shared.set(f"facts/{self._name}", text)
+        return _read_facts(self._shared.compare_set("first", "", text)) or self._facts
 
     def _refuse_difference(self, first: NodeFacts) -> None:
         found = difference(first, self._facts)
         if found is None:
             return
         what, fix = found
-        self._table.refuse(what)
+        with _reached():
+            self._shared.set("refused", f"{time.strftime('%H:%M:%S')}: {what}")
         raise LaunchFailed(
             f"this node cannot take part: {what}.",
-            where=f"host {self._facts.host}, rendezvous at {self._options.endpoint}",
+            where=f"host {self._facts.host}, rendezvous at {self._endpoint}",
             why="all nodes must have the same program, versions and --nnodes.",
             fix=fix,
         )
 
-    def _report_waiting(self, state: Any) -> None:
-        """Print which nodes are here and which are missing, every 10 s."""
+    def next_round(self) -> Round:
+        """See the base class."""
+        self._store = None
+        if self._after == 0 and self._sizes[1] > _MANY_NODES:
+            # All change one state: together, most of their attempts would fail.
+            time.sleep(random.uniform(0, self._sizes[1] * _JOIN_S_PER_NODE))
+        with _reached():
+            while True:
+                state = self._meet()
+                self._after = state.round + 1
+                if (found := self._begin(state)) is not None:
+                    self._current, self._members = found, state.nodes
+                    return found
+
+    def _meet(self) -> State:
+        """Take part in the next round, and wait until it is complete."""
+        began = time.monotonic()
+        enough_at: float | None = None  # when there were nodes enough for the first round
+        next_report = began + FIRST_REPORT_S
+        pause_s = _FIRST_POLL_S
+        while True:
+            state, text = self._read()
+            if state.closed:
+                raise RendezvousClosed("another node has ended the job")
+            now = time.monotonic()
+            enough = not state.complete and len(state.nodes) >= self._sizes[0]
+            enough_at = (enough_at or now) if enough else None
+            last_call_s = self._options.rendezvous.last_call_timeout_s
+            wanted = next_state(
+                state,
+                self._name,
+                after=self._after,
+                dead=self._beats.dead,
+                sizes=self._sizes,
+                last_call_over=enough_at is not None and now - enough_at > last_call_s,
+            )
+            if wanted != state:
+                if wanted.complete:
+                    wanted = replace(
+                        wanted, nodes=tuple(order(wanted.nodes, self._of(wanted.nodes)))
+                    )
+                self._shared.compare_set("state", text, _encode(wanted))
+                pause_s = _FIRST_POLL_S
+                continue
+            if state.complete and self._name in state.nodes and state.round >= self._after:
+                return state
+            if now - began > self._options.rendezvous.join_timeout_s:
+                raise RendezvousLost("not enough nodes came in time")
+            if now >= next_report:
+                next_report = now + REPORT_S
+                self._report_waiting(state)
+            time.sleep(pause_s * max(1, self._sizes[1] / _NODES_OF_A_POLL))
+            pause_s = min(2 * pause_s, _POLL_S)
+
+    def _begin(self, state: State) -> Round | None:
+        """The round that is complete, with its store; None if the node that should serve it is dead."""
+        facts = self._of(state.nodes)
+        _refuse_equal_numbers(list(facts.values()))
+        node = state.nodes.index(self._name)
+        key = f"store/{state.round}"
+        if node == 0:
+            self._store = self._serve_ranks()
+            self._shared.set(key, str(self._store.port))
+        deadline = time.monotonic() + _STORE_S
+        while not self._shared.check([key]):
+            self._read()
+            if state.nodes[0] in self._beats.dead or time.monotonic() > deadline:
+                return None
+            time.sleep(_FIRST_POLL_S)
+        each = [facts[name] for name in state.nodes]
+        roles = [other for other in each if other.role == self._facts.role]
+        before = [other for other in each[:node] if other.role == self._facts.role]
+        prefix = PrefixStore(f"exchange/{state.round}", self._shared)
+        return Round(
+            number=state.round,
+            node=node,
+            nodes=len(each),
+            first_rank=sum(other.ranks for other in each[:node]),
+            world_size=sum(other.ranks for other in each),
+            first_role_rank=sum(other.ranks for other in before),
+            role_world_size=sum(other.ranks for other in roles),
+            address=each[0].address,
+            port=int(self._shared.get(key)),
+            exchange=NodeExchange(prefix, node, len(each)) if len(each) > 1 else None,
+        )
+
+    def _serve_ranks(self) -> TCPStore:
+        first, last = self._options.ports or (0, 0)
+        for port in range(first, last + 1):
+            with contextlib.suppress(OSError):
+                listener = listen_for(self._facts.address, port)
+                store: TCPStore = store_on(listener, STORE_TIMEOUT)
+                return store
+        raise LaunchFailed(
+            f"no port of --port-range {first}-{last} is free on this host."
+            if last
+            else f"the store of the ranks cannot listen on {self._facts.address}.",
+            where=f"host {self._facts.host}",
+            fix="give a larger range, or end what listens there: `ss -ltnp`."
+            if last
+            else "give an address of this host as --local-addr.",
+        )
+
+    def serve(self) -> None:
+        """The ranks of several nodes start after their store."""
+
+    def change(self) -> Change | None:
+        """See the base class; reads the store at most once in an interval of the heartbeats."""
         now = time.monotonic()
-        if now < self._next_report:
-            return
-        self._next_report = now + REPORT_S
-        nodes = order(list(state.participants), self._table.of(list(state.participants)))
-        low, high = self.settings.min_nodes, self.settings.max_nodes
-        here, missing = describe(self._table.of(nodes), len(nodes), high, low)
-        if self._node in state.redundancy_list:
+        if now < self._next_check or self._current is None:
+            return None
+        self._next_check = now + self._interval_s
+        with _reached():
+            state, _ = self._read()
+            if state.round == self._current.number:
+                if {*state.waiting} - self._beats.dead:
+                    return Change("a node joins", joins=True)
+                lost = [node for node in self._members if node in self._beats.dead]
+                names = [str(self._of([node]).get(node, node)) for node in lost]
+                return Change(f"lost {', '.join(names)}: no sign of life") if names else None
+        if self._name in (*state.nodes, *state.expected):
+            return Change("other nodes begin again", joins=True)
+        return Change("this node did not respond, and the others continued")
+
+    def close(self, *, job_ended: bool) -> None:
+        """See the base class."""
+        with contextlib.suppress(RendezvousLost), _reached():
+            while job_ended:
+                state, text = self._read()
+                wanted = _encode(replace(state, closed=True))
+                job_ended = self._shared.compare_set("state", text, wanted) != wanted.encode()
+        self._stopped.set()
+        self._thread.join()
+        self._store = None
+
+    def _read(self) -> tuple[State, str]:
+        """The state, as text too; also looks at the heartbeats, at most twice in their interval."""
+        data = self._shared.compare_set("state", "", _encode(State()))
+        state = decode_state(data)
+        now = time.monotonic()
+        names = sorted({*state.nodes, *state.expected, *state.waiting, *self._members})
+        if now >= self._next_look and names:
+            self._next_look = now + self._interval_s / 2
+            keys = [f"beat/{name}" for name in names]
+            if self._shared.check(keys):
+                beats = self._shared.multi_get(keys)
+                self._beats.look(dict(zip(names, beats, strict=True)))
+        return state, data.decode()
+
+    def _of(self, nodes: Sequence[str]) -> dict[str, NodeFacts]:
+        """The facts of those of these nodes that have published them."""
+        for node in nodes:
+            key = f"facts/{node}"
+            if node not in self._known and self._shared.check([key]):
+                found = _read_facts(self._shared.get(key))
+                if found is not None:
+                    self._known[node] = found
+        return {node: self._known[node] for node in nodes if node in self._known}
+
+    def _report_waiting(self, state: State) -> None:
+        """Print which nodes are here and which are missing."""
+        facts = self._of(order(state.nodes, self._of(state.nodes)))
+        low, high = self._sizes
+        here, missing = describe(facts, len(state.nodes), high, low)
+        if self._name in state.waiting:
+            missing = "this node joins at their next restart"
+        elif self._name not in state.nodes:
             here = f"{here}, and no more may take part"
             missing = "this node waits until one leaves. If they are another job, give this one another port"
-        elif self._node in state.wait_list:
-            missing = "this node joins at their next restart"
         text = f"still waiting: {here}; {missing}"
-        if refused := self._table.refused():
-            text += f". A node was refused at {refused}"
-        host = self._options.endpoint.host
+        if self._shared.check(["refused"]):
+            text += (
+                f". A node was refused at {self._shared.get('refused').decode(errors='replace')}"
+            )
+        host = self._endpoint.host
         route = route_to(host)
         if (
             route is not None
@@ -363,145 +514,71 @@ class NodeRendezvous(DynamicRendezvousHandler):
             text += (
                 f". On this host {host} is this host itself: if that is wrong, correct /etc/hosts"
             )
-        self._options.say(text)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See torch. Collective: one agent of each node."""
-        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
-            torch_private.set_attribute(f"{_HANDLER}.{name}", self, None)
-        self._next_report = time.monotonic() + FIRST_REPORT_S
-        if self.settings.max_nodes > _MANY_NODES and self.round == 0:
-            time.sleep(random.uniform(0, self.settings.max_nodes * _JOIN_S_PER_NODE))
-        info = super().next_rendezvous()
-        self._met = set(self._holder.state.participants)
-        self._refuse_equal_numbers()
-        return info
-
-    def _refuse_equal_numbers(self) -> None:
-        by_number: dict[int, list[NodeFacts]] = {}
-        for facts in self._table.of(list(self._met)).values():
-            if facts.number is not None:
-                by_number.setdefault(facts.number, []).append(facts)
-        for number, nodes in by_number.items():
-            if len(nodes) > 1:
-                raise LaunchFailed(
-                    f"two nodes have the number {number}.",
-                    where=", ".join(sorted(f"{node.host} ({node.address})" for node in nodes)),
-                    fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
-                )
-
-    def exchange(self, node: int, nodes: int) -> NodeExchange:
-        """The exchange between the launchers of this round."""
-        prefix = f"paceline/{self.get_run_id()}/{self.round}"
-        return NodeExchange(PrefixStore(prefix, self._rendezvous_store), node, nodes)
-
-    @property
-    def round(self) -> int:
-        """The number of rounds before this one."""
-        return int(self._holder.state.round)
-
-    def wrong_clocks(self) -> list[str]:
-        """A sentence for each node whose clock differs from this one's by more than a minute."""
-        with self._lock:
-            offsets = dict(self._holder.clock_offsets_s)
-        facts = self._table.of(list(offsets))
-        return [
-            f"the clock of {facts.get(node, node.addr)} is {abs(offset):.0f} s "
-            f"{'ahead of' if offset > 0 else 'behind'} the clock of this node: run chrony or ntpd on both"
-            for node, offset in offsets.items()
-            if abs(offset) > _CLOCK_OFFSET_S and node in self._met
-        ]
-
-    def node_waits(self) -> bool:
-        """Whether a node waits to join, by the newest state."""
-        with self._lock:
-            self._holder.sync_now()
-            return bool(self._holder.state.wait_list)
-
-    def lost(self) -> list[str]:
-        """The nodes of this round that are dead."""
-        dead = order(list(self._met & self._holder.dead), {})
-        facts = self._table.of(dead)
-        return [str(facts.get(node, node.addr)) for node in dead]
-
-    def is_excluded(self) -> bool:
-        """Whether the others continued without this node, because it did not respond."""
-        return self._node not in self._holder.state.participants
-
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        if self._options.ports is None:
-            return store_on(listen_for(master_addr, master_port), STORE_TIMEOUT)
-        first, last = self._options.ports
-        for port in range(first, last + 1):
-            with contextlib.suppress(OSError):
-                return store_on(listen_for(master_addr, port), STORE_TIMEOUT)
-        raise LaunchFailed(
-            f"no port of --port-range {first}-{last} is free on this host.",
-            where=f"host {self._facts.host}",
-            fix="give a larger range, or end what listens there: `ss -ltnp`.",
-        )
+        self._say(text)
 
 
-def rendezvous_of_nodes(
-    parameters: RendezvousParameters, options: NodeOptions | None
-) -> RendezvousHandler:
-    """The rendezvous of several nodes: `NodeRendezvous` for c10d over TCP, otherwise torch's own.
+def _encode(state: State) -> str:
+    return json.dumps(dataclasses.asdict(state))
+
+
+def decode_state(data: bytes) -> State:
+    """The state in the store.
 
     Raises:
-        ConfigError: wrong options.
-        LaunchFailed: the endpoint cannot be reached, or this node differs from the others.
+        RendezvousLost: something else is in its place.
     """
-    is_c10d = parameters.backend == "c10d"
-    is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
-    is_whole = is_c10d and is_tcp and torch_private.has_all(torch_private.RENDEZVOUS_OF_TORCH)
-    if options is None or not is_whole:
-        handler = torch_registry.get_rendezvous_handler(parameters)
-        if isinstance(handler, StaticTCPRendezvous) and handler.rank == 0:
-            return StaticHost(handler)
-        return handler
-    # `next_rendezvous` spreads many nodes over a time that depends on their number.
-    torch_private.wrap(_RANDOM_DELAY, lambda delay: lambda seconds: None)
-    timeouts = {
-        name: timedelta(seconds=seconds)
-        for name in ("join", "last_call", "close", "heartbeat")
-        if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
-    }
-    timeout = RendezvousTimeout(**timeouts)
-    store = meet_at(
-        options.endpoint,
-        timeout_s=timeout.join.total_seconds(),
-        read_timeout=timedelta(seconds=_positive(parameters, "read_timeout", READ_TIMEOUT_S)),
-        say=options.say,
-    )
-    many = parameters.max_nodes > _MANY_NODES
-    interval_s = _positive(
-        parameters, "keep_alive_interval", _HEARTBEAT_OF_MANY_S if many else _HEARTBEAT_S
-    )
-    settings = RendezvousSettings(
-        parameters.run_id,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        timeout,
-        keep_alive_interval=timedelta(seconds=interval_s),
-        keep_alive_max_attempt=_positive(parameters, "keep_alive_max_attempt", _ATTEMPTS),
-    )
-    backend = C10dRendezvousBackend(store, parameters.run_id)
-    given = parameters.local_addr
-    address = address_from_here(given) if given else _address(route_to(options.endpoint.host))
-    return NodeRendezvous(settings, backend, store, address, options)
-
-
-def _address(route: Route | None) -> str | None:
-    return None if route is None else route.address
-
-
-def _positive(parameters: RendezvousParameters, key: str, default: int) -> int:
-    value = parameters.get_as_int(key)
-    if value is None:
-        return default
-    if value <= 0:
-        raise ConfigError(
-            f"--rdzv-conf {key} must be a positive number, got {value}.",
-            fix=f"give a positive number, or leave out {key}.",
+    try:
+        read = json.loads(data)
+        state: State = from_json(
+            State, {field.name: read[field.name] for field in dataclasses.fields(State)}
         )
-    return value
+    except UNREADABLE as error:
+        raise RendezvousLost(
+            "the state of the nodes in the store was not written by this version of paceline"
+        ) from error
+    return state
+
+
+def _read_facts(data: bytes) -> NodeFacts | None:
+    # Another version of paceline may have other fields.
+    empty = {"number": None, "ranks": 0}
+    names = [field.name for field in dataclasses.fields(NodeFacts)]
+    try:
+        read = dict.fromkeys(names, "") | empty | json.loads(data)
+        facts: NodeFacts = from_json(NodeFacts, {name: read[name] for name in names})
+        return facts
+    except UNREADABLE:
+        return None
+
+
+def _refuse_equal_numbers(nodes: Sequence[NodeFacts]) -> None:
+    by_number: dict[int, list[NodeFacts]] = {}
+    for facts in nodes:
+        if facts.number is not None:
+            by_number.setdefault(facts.number, []).append(facts)
+    for number, equal in by_number.items():
+        if len(equal) > 1:
+            raise LaunchFailed(
+                f"two nodes have the number {number}.",
+                where=", ".join(sorted(f"{node.host} ({node.address})" for node in equal)),
+                fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
+            )
+
+
+def describe(
+    here: Mapping[str, NodeFacts], present: int, wanted: int, at_least: int
+) -> tuple[str, str]:
+    """How many nodes are here, and which are missing, in two phrases."""
+    shown = [str(facts) for facts in here.values()]
+    names = ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
+    count = f"{present} of {wanted} nodes"
+    if at_least != wanted:
+        count = f"{present} of at least {at_least} nodes"
+    are = "is" if present == 1 else "are"
+    numbers = {facts.number for facts in here.values()}
+    missing = [n for n in range(wanted) if n not in numbers]
+    if None not in numbers and at_least == wanted and missing:
+        which = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        return f"{count} {are} here ({names})", f"missing: node{'s' * (len(missing) > 1)} {which}"
+    left = max(0, at_least - present)
+    return f"{count} {are} here ({names})", f"{left} node{' is' if left == 1 else 's are'} missing"

@@ -1,11 +1,13 @@
-"""torchrun's options, parsed by the installed torch.
+"""The command line of `paceline run`: torchrun's options and our own.
 
-Uses the parser of `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch
-itself ignores it, a note says so.
+This file does not import torch, so that the ranks of one host start before the launcher imports it. Each
+option of torchrun takes effect, or is refused with a reason; a test compares the names with the installed
+torch. Variables `PET_*` give defaults, as for torchrun.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ipaddress
 import os
@@ -14,73 +16,139 @@ import shutil
 import socket
 import sys
 import uuid
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.elastic.utils import macros
-from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import (
-    config_from_args,
-    determine_local_world_size,
-    get_args_parser,
-    parse_min_max_nnodes,
-)
+from string import Template
+from typing import Any
 
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.job import slurm
 from paceline.job.network import is_loopback
-from paceline.launch.endpoint import Endpoint
 from paceline.launch.local_ranks import WORKER, count_of, has_probe
-from paceline.launch.rendezvous import C10D_PORT
+from paceline.launch.signals import DEFAULT_SIGNALS, parse_signals
 
-# What other launchers call --nproc-per-node.
-_NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes")
 _GRACE_S = 5.0
 _SAVE_GRACE_S = 30.0
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_DEFAULT_PORT = 29500
+_STATIC_PORT = 29500
+_C10D_PORT = 29400
+_LOOPBACK = "127.0.0.1"
+# What --rdzv-conf may have. Those with None are known to torch, and have no effect here.
+_CONFIGURES: dict[str, Any] = {
+    "join_timeout": float,
+    "last_call_timeout": float,
+    "keep_alive_interval": float,
+    "keep_alive_max_attempt": int,
+    "is_host": str,
+    **dict.fromkeys(("timeout", "read_timeout", "close_timeout", "heartbeat_timeout"), None),
+    **dict.fromkeys(("rank", "store_type", "use_agent_store"), None),
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where the nodes meet.
+
+    Attributes:
+        host: Name or address.
+        is_host: Whether this node has to serve the store; None: if it owns the address.
+        one_launcher: Whether each host has one launcher only. Then a port that is taken is an error;
+            otherwise the launcher that took it serves the store for this one too.
+    """
+
+    host: str
+    port: int
+    is_host: bool | None
+    one_launcher: bool
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousOptions:
+    """Of `--rdzv-conf`.
+
+    Attributes:
+        join_timeout_s: How long to wait for nodes.
+        last_call_timeout_s: How long the first round waits for more nodes when there are enough.
+        keep_alive_interval_s: Between two heartbeats; None for the default.
+        keep_alive_max_attempt: A node without so many heartbeats is dead; None for the default.
+    """
+
+    join_timeout_s: float = 600.0
+    last_call_timeout_s: float = 30.0
+    keep_alive_interval_s: float | None = None
+    keep_alive_max_attempt: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """A parsed command line.
 
     Args:
-        args: From torch's parser.
-        config: For torch's launcher.
-        address: Where to bind the store of a single node; None if torch's rendezvous serves the store.
+        args: As argparse returns them.
+        nproc: Number of ranks on this node.
+        endpoint: Where the nodes meet; None for one node.
+        address: Where one node binds its store.
         node_rank: The number that the user gave this node; None if there is none.
         ports: First and last port that the launcher may listen on; None: the kernel chooses.
-        uses_logs: Whether torch's log options were given.
         notes: Printed at the start, one sentence each.
     """
 
     args: Namespace
-    config: LaunchConfig
-    address: tuple[str, int] | None
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    run_id: str
+    endpoint: Endpoint | None
+    address: tuple[str, int]
     node_rank: int | None
     ports: tuple[int, int] | None
-    uses_logs: bool
+    rendezvous: RendezvousOptions
     notes: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        """The script, module or program that the ranks run."""
+        return str(self.args.training_script)
+
+    @property
+    def module(self) -> bool:
+        """Whether `script` is the name of a module."""
+        return bool(self.args.module)
 
     @property
     def is_python(self) -> bool:
         """Whether the ranks run a Python script."""
         return not self.args.no_python
 
+    @property
+    def role(self) -> str:
+        """The value of ROLE_NAME."""
+        return str(self.args.role)
+
+    @property
+    def local_addr(self) -> str | None:
+        """At which other nodes reach this one; None if it is found by the route to the endpoint."""
+        return self.args.local_addr  # type: ignore[no-any-return]
+
+    @property
+    def uses_logs(self) -> bool:
+        """Whether torch's log options were given. --log-dir alone is the folder for reports of failures."""
+        return bool(self.args.redirects != "0" or self.args.tee != "0")
+
     def command_of(self, local_rank: int) -> tuple[str, ...]:
-        """The command of a rank."""
-        script = self.args.training_script
-        words = macros.substitute([script, *self.args.training_script_args], str(local_rank))
+        """The command of a rank, in which `${local_rank}` is replaced as torchrun does."""
+        words = [self.script, *self.args.training_script_args]
+        words = [Template(word).safe_substitute(local_rank=local_rank) for word in words]
         if not self.is_python:
             return tuple(words)
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
-        return (python, "-u", str(WORKER), *(["-m"] if self.args.module else []), *words)
+        return (python, "-u", str(WORKER), *(["-m"] if self.module else []), *words)
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
@@ -97,52 +165,29 @@ class LaunchOptions:
         return frozenset(int(part) for part in text.split(",")) if text else None
 
     @property
-    def endpoint(self) -> Endpoint | None:
-        """Where the nodes meet; None if that is no address of one host, as with etcd."""
-        if self.address is not None:
-            host, port = self.address
-        elif self.config.rdzv_backend in ("c10d", "static"):
-            host, port = parse_rendezvous_endpoint(self.config.rdzv_endpoint, C10D_PORT)
-        else:
-            return None
-        serves = self.config.rdzv_configs.get("is_host")
-        if serves is not None:
-            is_host: bool | None = str(serves).lower() in ("1", "true", "t", "yes", "y")
-        else:
-            is_host = None if self.node_rank is None else self.node_rank == 0
-        return Endpoint(
-            host=host, port=port, is_host=is_host, one_launcher=self.args.host is not None
-        )
-
-    @property
     def nnodes(self) -> str:
         """How many nodes the job may have: a number, or `MIN:MAX`."""
-        low, high = self.config.min_nodes, self.config.max_nodes
+        low, high = self.min_nodes, self.max_nodes
         return str(low) if low == high else f"{low}:{high}"
 
     @property
     def waiting_message(self) -> str:
         """How many nodes this one waits for, and where; empty if the job has one node."""
-        if self.address is not None:
+        if self.endpoint is None:
             return ""
-        low, high = self.config.min_nodes, self.config.max_nodes
+        low, high = self.min_nodes, self.max_nodes
         nodes = count_of(high, "node") if low == high else f"{low} to {high} nodes"
-        endpoint = self.config.rdzv_endpoint
-        where = self.endpoint
-        if where is None:
-            return f"waiting for {nodes} at {endpoint}"
         note = " (only this host can reach it; set another host with --host)"
-        return f"waiting for {nodes} at {where}{note if is_loopback(where.host) else ''}"
+        return f"waiting for {nodes} at {self.endpoint}{note if is_loopback(self.endpoint.host) else ''}"
 
 
 def parser() -> CommandParser:
-    """The options of torch's parser and our own."""
+    """Our options, and those of torchrun."""
     ours = CommandParser(
         "paceline run",
         usage="paceline run [options] SCRIPT [args ...]",
-        description="Run a training script on several processes. The options are those of torchrun in the "
-        "installed torch; --duplicate-stdout-filters, --duplicate-stderr-filters and a --start-method "
-        "other than spawn are refused.",
+        description="Run a training script on several processes, with the options of torchrun. Each may "
+        "also be given by a variable such as PET_NPROC_PER_NODE.",
         examples={
             "paceline run --nproc-per-node 2 train.py --lr 0.1": "two ranks on this host; --lr is the "
             "script's",
@@ -166,25 +211,104 @@ def parser() -> CommandParser:
             "128 + n": "a rank was killed by signal n, or the launcher received it",
             "other": "that of the rank that failed first",
         },
-        parents=[get_args_parser()],
-        add_help=False,  # torch's parser brings it
     )
-    for argument in ours.arguments:
-        if argument.dest == "training_script":
-            argument.metavar, argument.help = "SCRIPT", "the training script"
-        elif argument.dest == "training_script_args":
-            argument.metavar, argument.help = "ARGUMENTS", "the script's own arguments"
-            argument.required = False
+    ours.add_argument("training_script", metavar="SCRIPT", help="the training script")
     ours.add_argument(
-        *_NPROC_ALIASES, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS, metavar="N"
+        "training_script_args",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENTS",
+        help="the script's own arguments",
     )
+    _add_ranks(ours)
+    _add_hosts(ours)
+    _add_hangs(ours)
+    _add_output(ours)
+    return ours
+
+
+def _add(group: Any, *names: str, hidden: tuple[str, ...] = (), **options: Any) -> None:
+    """Add an option, with underscores too as in torchrun, and with its variable `PET_*`."""
+    name = next(name for name in names if name.startswith("--"))
+    spelled = [
+        *names,
+        *([name.replace("-", "_").replace("__", "--", 1)] if "-" in name[2:] else []),
+    ]
+    variable = os.environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
+    if options.get("action") == "store_true":
+        options["default"] = variable not in (None, "", "0")
+    elif variable is not None:
+        options["default"] = variable
+    group.add_argument(*spelled, **options)
+    if hidden:
+        dest = name[2:].replace("-", "_")
+        more = {key: options[key] for key in ("type",) if key in options}
+        group.add_argument(
+            *hidden, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more
+        )
+
+
+def _add_ranks(ours: CommandParser) -> None:
+    ranks = ours.add_argument_group("ranks")
+    _add(
+        ranks,
+        "--nproc-per-node",
+        hidden=("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes"),
+        default="1",
+        metavar="N",
+        help="ranks on this node: a number, `gpu` or `xpu` (one for each device), `cpu` (one for each "
+        "core), or `auto` (default: 1)",
+    )
+    _add(
+        ranks,
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often the ranks start again after a failure (default: 0)",
+    )
+    _add(ranks, "-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    _add(ranks, "--no-python", action="store_true", help="SCRIPT is a program")
+    _add(ranks, "--run-path", action="store_true", help="SCRIPT is a file; overrides the last two")
+    _add(
+        ranks,
+        "--virtual-local-rank",
+        action="store_true",
+        help="each rank has LOCAL_RANK=0 and sees only its own GPU",
+    )
+    _add(
+        ranks,
+        "--shutdown-timeout",
+        type=int,
+        metavar="SECONDS",
+        help="how long ranks may take to end after SIGTERM before they are killed (default: "
+        f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
+    )
+    _add(
+        ranks,
+        "--signals-to-handle",
+        default=DEFAULT_SIGNALS,
+        metavar="NAMES",
+        help=f"signals that end the job (default: {DEFAULT_SIGNALS})",
+    )
+    _add(
+        ranks,
+        "--monitor-interval",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="the longest time between two looks at the ranks (default: 0.1)",
+    )
+    _add(ranks, "--role", default="default", metavar="NAME", help="the value of ROLE_NAME")
+
+
+def _add_hosts(ours: CommandParser) -> None:
     hosts = ours.add_argument_group("several hosts")
     hosts.add_argument(
         "--host",
         metavar="HOST[:PORT]",
         help="the host at which the nodes meet, the same on all of them; short for --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:PORT (default port: {C10D_PORT}, or the first of --port-range). The node with "
-        "--node-rank 0, or else the one that has the address, serves it",
+        f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}, or the first of --port-range). The node "
+        "with --node-rank 0, or else the one that has the address, serves it",
     )
     hosts.add_argument(
         "--port-range",
@@ -192,6 +316,46 @@ def parser() -> CommandParser:
         help="the ports that the launchers may listen on, for firewalls; Gloo and NCCL take theirs from the "
         "kernel's net.ipv4.ip_local_port_range",
     )
+    _add(
+        hosts,
+        "--nnodes",
+        default="1:1",
+        metavar="N[:MAX]",
+        help="how many nodes the job has, or the least and the most (default: 1)",
+    )
+    _add(hosts, "--node-rank", type=int, metavar="N", help="the number of this node, from 0")
+    _add(
+        hosts,
+        "--rdzv-backend",
+        default="static",
+        metavar="NAME",
+        help="c10d, or static: the node with --node-rank 0 serves --master-addr (default: static)",
+    )
+    _add(hosts, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the nodes meet")
+    _add(hosts, "--rdzv-id", default="none", metavar="NAME", help="the name of the job")
+    _add(
+        hosts,
+        "--rdzv-conf",
+        default="",
+        metavar="KEY=VALUE,...",
+        help="join_timeout, last_call_timeout, keep_alive_interval (in seconds), keep_alive_max_attempt, "
+        "is_host",
+    )
+    _add(
+        hosts, "--standalone", action="store_true", help="one node; no option of this group counts"
+    )
+    _add(hosts, "--master-addr", default=_LOOPBACK, metavar="HOST", help="of static rendezvous")
+    _add(
+        hosts,
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help=f"of static rendezvous (default: {_STATIC_PORT}; one node: the kernel chooses)",
+    )
+    _add(hosts, "--local-addr", metavar="HOST", help="at which other nodes reach this one")
+
+
+def _add_hangs(ours: CommandParser) -> None:
     hangs = ours.add_argument_group("hangs")
     hangs.add_argument(
         "--hang-after",
@@ -207,22 +371,30 @@ def parser() -> CommandParser:
         help="whether a hang is only reported or also ends the ranks, as a failure does; `end` needs "
         "--hang-after (default: report)",
     )
-    if not any(argument.dest == "shutdown_timeout" for argument in ours.arguments):  # torch 2.11
-        ours.add_argument(
-            "--shutdown-timeout",
-            type=int,
-            metavar="SECONDS",
-            help="how long ranks may take to end after SIGTERM before they are killed (default: "
-            f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
-        )
-    # In the help, our options come before torchrun's.
-    ours._action_groups.sort(key=lambda group: group not in (hosts, hangs))
-    if "PET_MASTER_PORT" not in os.environ:
-        # Older torch has a number here, which could not be distinguished from a port that the user chose.
-        ours.set_defaults(master_port=None)
-    if "PET_NODE_RANK" not in os.environ:
-        ours.set_defaults(node_rank=None)  # torch's default is 0, which a user may also give
-    return ours
+
+
+def _add_output(ours: CommandParser) -> None:
+    output = ours.add_argument_group("output")
+    _add(output, "--log-dir", metavar="FOLDER", help="for log files, and for reports of failures")
+    spec = "0 none, 1 stdout, 2 stderr, 3 both; or of single local ranks, as 0:1,1:2"
+    _add(
+        output, "-r", "--redirects", default="0", metavar="WHAT", help=f"to log files only: {spec}"
+    )
+    _add(
+        output, "-t", "--tee", default="0", metavar="WHAT", help="to log files too; as --redirects"
+    )
+    _add(
+        output,
+        "--local-ranks-filter",
+        default="",
+        metavar="N,...",
+        help="show the output of these local ranks only",
+    )
+    for name in (
+        *("--start-method", "--event-log-handler", "--logs-specs", "--numa-binding"),
+        *("--duplicate-stdout-filters", "--duplicate-stderr-filters"),
+    ):
+        _add(output, name, default="", help=argparse.SUPPRESS)  # refused by `_check`
 
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
@@ -230,7 +402,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
 
     Raises:
         ConfigError: a wrong value.
-        SystemExit: by torch's parser, for an unknown option or --help.
+        SystemExit: by the parser, for an unknown option or --help.
     """
     ours = parser()
     own, script_args = _split_at_script(ours, argv)
@@ -239,27 +411,23 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if args.run_path:  # in torch it overrides the other two
         args.module = args.no_python = False
     notes: list[str] = []
-    _check(args)
+    nproc = _check(args)
     node_rank = args.node_rank
     if not args.standalone:
         node_rank = _apply_slurm(args, os.environ, node_rank, notes)
+    low, high = _nodes(args.nnodes)
     ports = _port_range(args)
-    _apply_host(args, ports)
-    args.node_rank = node_rank or 0
-    address = _local_address(args, notes)
-    if address is not None and args.rdzv_id == "none":
-        args.rdzv_id = str(uuid.uuid4())
-    if args.master_port is None:
-        args.master_port = _DEFAULT_PORT
-    # --log-dir alone is the folder for reports of failures.
-    uses_logs = args.redirects != "0" or args.tee != "0" or args.logs_specs is not None
-    config = _configure(args, uses_logs)
-    if address is None and args.node_rank and args.rdzv_backend not in ("static", "c10d"):
-        notes.append(f"--node-rank is not used with --rdzv-backend={args.rdzv_backend}")
-    if ports is not None and (address is not None or args.rdzv_backend != "c10d"):
+    configured = _read_configuration(args.rdzv_conf)
+    endpoint, address = None, (_LOOPBACK, 0)
+    if high == 1 or args.standalone:
+        address = _own_address(args, high, notes)
+    else:
+        _check_node_rank(node_rank, high)
+        endpoint = _endpoint(args, ports, node_rank, configured.pop("is_host", None))
+    if ports is not None and endpoint is None:
         raise ConfigError(
             "--port-range has no effect here.",
-            why="one node needs no open port, and torch chooses the ports of static and etcd rendezvous.",
+            why="one node needs no open port.",
             fix="leave it out, or give --nnodes and --host.",
         )
     for word in args.training_script_args:
@@ -268,9 +436,60 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
             notes.append(
                 f"{name} after the script is given to the script; the launcher's options come first"
             )
-    if uses_logs and not args.log_dir and config.logs_specs is not None:
-        notes.append(f"logs are in {config.logs_specs.root_log_dir}")
-    return LaunchOptions(args, config, address, node_rank, ports, uses_logs, tuple(notes))
+    run_id = args.rdzv_id
+    if run_id == "none" and endpoint is None:
+        run_id = str(uuid.uuid4())
+    configured.pop("is_host", None)
+    return LaunchOptions(
+        args=args,
+        nproc=nproc,
+        min_nodes=low,
+        max_nodes=high,
+        run_id=run_id,
+        endpoint=endpoint,
+        address=address,
+        node_rank=node_rank if node_rank is not None or args.rdzv_backend != "static" else 0,
+        ports=ports,
+        rendezvous=RendezvousOptions(**configured),
+        notes=tuple(notes),
+    )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    if found is None:
+        raise ConfigError(f"--nnodes must be a number or MIN:MAX, and is {text!r}.")
+    low, high = int(found[1]), int(found[2] or found[1])
+    if not 1 <= low <= high:
+        raise ConfigError(
+            f"--nnodes must be 1 or more, and is {text}.",
+            fix="give the number of nodes, or MIN:MAX.",
+        )
+    return low, high
+
+
+def _read_configuration(text: str) -> dict[str, Any]:
+    """The fields of `RendezvousOptions` in `--rdzv-conf`, and `is_host`."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = (word.strip() for word in part.partition("="))
+        kind = _CONFIGURES.get(key, "")
+        if kind == "":
+            known = ", ".join(name for name, each in _CONFIGURES.items() if each is not None)
+            raise ConfigError(f"--rdzv-conf has no {key!r}.", fix=f"it may have: {known}.")
+        if key == "is_host":
+            found[key] = value.lower() in ("1", "true", "t", "yes", "y")
+        elif kind is not None:
+            number: float = 0
+            with contextlib.suppress(ValueError):
+                number = kind(value)
+            if not 0 < number < float("inf"):
+                raise ConfigError(
+                    f"--rdzv-conf {key} must be a positive number, got {value}.",
+                    fix=f"give a positive number, or leave out {key}.",
+                )
+            found[key if key == "keep_alive_max_attempt" else f"{key}_s"] = number
+    return found
 
 
 def _split_at_script(ours: CommandParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -339,11 +558,75 @@ def _apply_slurm(
     return step.node_rank if node_rank is None else node_rank
 
 
-def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
-    """Turn --host into torch's options."""
-    if args.host is None:
+def _check_node_rank(node_rank: int | None, nodes: int) -> None:
+    if node_rank is None or 0 <= node_rank < nodes:
         return
-    host, port = _host_and_port(args.host)
+    there = "is 1 node" if nodes == 1 else f"are {nodes} nodes"
+    raise ConfigError(
+        f"--node-rank is {node_rank}, and there {there}.",
+        why="nodes are numbered from 0, and the others would wait for the node of the missing number.",
+        fix=f"give a --node-rank from 0 to {nodes - 1}."
+        if nodes > 1
+        else "give --nnodes, or leave it out.",
+    )
+
+
+def _own_address(args: Namespace, nodes: int, notes: list[str]) -> tuple[str, int]:
+    """Where a single node binds its store."""
+    if args.standalone:
+        if nodes != 1:
+            raise ConfigError(
+                f"--standalone is for one node, and --nnodes is {args.nnodes}.",
+                fix="leave one of them out.",
+            )
+        if args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None:
+            notes.append("--standalone: the rendezvous options and --master-port are not used")
+        return args.local_addr or _LOOPBACK, 0
+    _check_node_rank(args.node_rank, nodes)
+    _check_host(args)
+    if args.host is not None:
+        host, port = _host_and_port(args.host)
+        return host.strip("[]"), port or _C10D_PORT
+    if args.rdzv_endpoint.strip():
+        host, port = _parse_endpoint(args.rdzv_endpoint.strip())
+        return _LOOPBACK if host == "localhost" else host, port
+    if args.rdzv_backend == "static":
+        return args.local_addr or args.master_addr, args.master_port or 0
+    return _LOOPBACK, 0
+
+
+def _endpoint(
+    args: Namespace, ports: tuple[int, int] | None, node_rank: int | None, is_host: bool | None
+) -> Endpoint:
+    """Where several nodes meet."""
+    _check_host(args)
+    if args.host is not None:
+        name, given = _host_and_port(args.host)
+        default = _C10D_PORT if ports is None else ports[0]
+        host, port = name.strip("[]"), default if given is None else given
+    elif args.rdzv_backend == "static":
+        # torchrun's default of --node-rank is 0.
+        node_rank = node_rank or 0
+        host, port = args.master_addr.strip("[]"), args.master_port or _STATIC_PORT
+        if args.rdzv_endpoint.strip():
+            host, port = _parse_endpoint(args.rdzv_endpoint.strip())
+    else:
+        host, port = _parse_endpoint(args.rdzv_endpoint.strip())
+    if is_host is None and node_rank is not None:
+        is_host = node_rank == 0
+    return Endpoint(host=host, port=port, is_host=is_host, one_launcher=args.host is not None)
+
+
+def _check_host(args: Namespace) -> None:
+    """Refuse --host beside options that contradict it, and unknown backends."""
+    if args.host is None:
+        if args.rdzv_backend not in ("static", "c10d"):
+            raise ConfigError(
+                f"--rdzv-backend={args.rdzv_backend} cannot be used here.",
+                why="the launchers meet at a store that one of them serves.",
+                fix="give --host with the address of a node, or --rdzv-backend=c10d.",
+            )
+        return
     given = [
         name
         for name, is_given in (
@@ -351,18 +634,15 @@ def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
             ("--rdzv-backend", args.rdzv_backend not in ("static", "c10d")),
             # Kubeflow sets PET_MASTER_PORT for all jobs.
             ("--master-port", args.master_port is not None and "PET_MASTER_PORT" not in os.environ),
-            ("--standalone", args.standalone),
         )
         if is_given
     ]
     if given:
         raise ConfigError(
             f"--host and {given[0]} contradict each other.",
-            fix=f"leave one of them out; a port is given as --host {host}:PORT.",
+            fix="leave one of them out; a port is given as --host HOST:PORT.",
         )
     args.rdzv_backend = "c10d"
-    default = ports[0] if ports is not None else C10D_PORT
-    args.rdzv_endpoint = f"{host}:{default if port is None else port}"
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
@@ -380,33 +660,39 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
     return host, port
 
 
-def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
-    given = dict(vars(args))
-    if not uses_logs:
-        given["log_dir"] = os.devnull  # otherwise torch leaves a temporary directory behind
-    if args.rdzv_backend != "static":
-        given["node_rank"] = 0  # torch warns that c10d does not use it; `NodeRendezvous` does
-    before = os.environ.get("OMP_NUM_THREADS")
-    try:
-        # If it is not set, torch sets it to 1 and prints a warning of five lines.
-        os.environ["OMP_NUM_THREADS"] = before or "1"
-        config: LaunchConfig = config_from_args(Namespace(**given))[0]
-    except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{error}".rstrip(".") + ".", fix="see `paceline run --help`.") from error
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-    if config.nproc_per_node < 1:
+def _parse_endpoint(endpoint: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]*)(?::(\d{1,5}))?", endpoint, re.ASCII)
+    host, port = ("", -1)
+    if found is not None:
+        host, port = found[1].strip("[]"), int(found[2] or _C10D_PORT)
+    if not re.fullmatch(r"[\w.:-]*", host) or not 0 <= port < 1 << 16:
         raise ConfigError(
-            f"--nproc-per-node must be at least 1, and is {config.nproc_per_node}.",
+            f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
+        )
+    return host or "localhost", port
+
+
+def _count_ranks(word: str) -> int:
+    if re.fullmatch(r"-?\d+", word, re.ASCII):
+        count = int(word)
+    elif word == "cpu":
+        count = os.cpu_count() or 1
+    else:
+        count = _count_devices(word)
+    if count < 1:
+        raise ConfigError(
+            f"--nproc-per-node must be at least 1, and is {count}.",
             fix="give the number of processes on this node, or `gpu`, or `cpu`.",
         )
-    return config
+    return count
 
 
-def _check_nproc(word: str) -> None:
+def _count_devices(word: str) -> int:
+    import torch
+    from torch.distributed.run import determine_local_world_size
+
     try:
-        determine_local_world_size(word)
+        return int(determine_local_world_size(word))
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
         if word in ("gpu", "xpu"):
             raise ConfigError(
@@ -425,32 +711,22 @@ def _check_nproc(word: str) -> None:
         ) from error
 
 
-def _diagnosis_options(args: Namespace) -> list[str]:
-    """The given options that need the probe of the ranks, and the agent of Paceline."""
-    options = {
-        "--hang-after": args.hang_after is not None,
-        "--on-hang=end": args.on_hang == "end",
-    }
-    return [name for name, is_given in options.items() if is_given]
-
-
-def _check(args: Namespace) -> None:
-    _check_nproc(args.nproc_per_node)
-    if args.hang_after is not None and not 0 <= args.hang_after < float("inf"):
+def _check(args: Namespace) -> int:
+    """Refuse wrong values; returns the number of ranks."""
+    nproc = _count_ranks(args.nproc_per_node)
+    _check_refused(args)
+    _check_hangs(args)
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts must be 0 or more, and is {args.max_restarts}.")
+    if not re.fullmatch(r"(\d+(,\d+)*)?", args.local_ranks_filter, re.ASCII):
         raise ConfigError(
-            f"--hang-after must be a number of seconds, or 0 to switch it off; it is {args.hang_after}."
+            f"--local-ranks-filter must be numbers, and is {args.local_ranks_filter!r}.",
+            fix="give local ranks, such as 0,1.",
         )
-    if not args.hang_after and args.on_hang == "end":
-        raise ConfigError(
-            "--on-hang=end needs --hang-after with the seconds after which a hang ends the ranks.",
-            fix="add, for example, --hang-after=600.",
-        )
-    if (args.no_python or not has_probe()) and (given := _diagnosis_options(args)):
-        raise ConfigError(
-            f"{given[0]} has no effect with --no-python or PACELINE_PROBE=0.",
-            why="a thread in each rank reports what the rank does.",
-            fix="leave one of them out.",
-        )
+    try:
+        parse_signals(args.signals_to_handle)
+    except ValueError as error:
+        raise ConfigError(f"--signals-to-handle: {error}.") from error
     for name, timeout in (
         ("--shutdown-timeout", args.shutdown_timeout),
         (_SHUTDOWN_VARIABLE, os.environ.get(_SHUTDOWN_VARIABLE)),
@@ -460,79 +736,63 @@ def _check(args: Namespace) -> None:
                 f"{name} must be a whole number of seconds, and is {timeout!r}.",
                 fix="give a number from 0 on, or leave it out.",
             )
-    if args.start_method != "spawn":
-        raise ConfigError(
-            f"--start-method={args.start_method} has no effect here.",
-            why="the launcher starts a new interpreter for each rank.",
-            fix="leave it out.",
-        )
-    if args.duplicate_stdout_filters or args.duplicate_stderr_filters:
-        raise ConfigError(
-            "--duplicate-stdout-filters and --duplicate-stderr-filters cannot be used here.",
-            why="the launcher writes whole log files only.",
-            fix="add --tee 3 and --log-dir, and search the log files with grep.",
-        )
+    if args.no_python and args.module:
+        raise ConfigError("--no-python and --module contradict each other.")
     if args.no_python and shutil.which(args.training_script) is None:
         raise ConfigError(
             f"there is no program {args.training_script!r}.",
             fix="with --no-python, give the path of an executable file, or a name that is on PATH.",
         )
+    return nproc
 
 
-def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
-    """Where a single node binds its store; None if torch's rendezvous serves the store."""
-    try:
-        _, max_nodes = parse_min_max_nnodes(args.nnodes)
-    except (ValueError, RuntimeError) as error:
+def _check_refused(args: Namespace) -> None:
+    """Refuse options of torchrun that would have no effect."""
+    if args.start_method not in ("", "spawn"):
         raise ConfigError(
-            f"--nnodes must be a number or MIN:MAX, and is {args.nnodes!r}."
-        ) from error
-    if max_nodes < 1:
-        raise ConfigError(
-            f"--nnodes must be 1 or more, and is {args.nnodes}.",
-            fix="give the number of nodes, or MIN:MAX.",
+            f"--start-method={args.start_method} has no effect here.",
+            why="the launcher starts a new interpreter for each rank.",
+            fix="leave it out.",
         )
-    host = args.local_addr or args.master_addr
-    if args.standalone:
-        if max_nodes != 1:
-            raise ConfigError(
-                f"--standalone is for one node, and --nnodes is {args.nnodes}.",
-                fix="leave one of them out.",
-            )
-        if args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None:
-            notes.append("--standalone: the rendezvous options and --master-port are not used")
-        return args.local_addr or "127.0.0.1", 0
-    if args.rdzv_backend in ("static", "c10d") and not 0 <= args.node_rank < max_nodes:
-        there = "is 1 node" if max_nodes == 1 else f"are {max_nodes} nodes"
+    for name, why, fix in (
+        (
+            "--duplicate-stdout-filters",
+            "the launcher writes whole log files only.",
+            "add --tee 3 and --log-dir, and search the log files with grep.",
+        ),
+        (
+            "--duplicate-stderr-filters",
+            "the launcher writes whole log files only.",
+            "add --tee 3 and --log-dir, and search the log files with grep.",
+        ),
+        ("--logs-specs", "the launcher itself writes the log files.", "use --redirects or --tee."),
+        ("--event-log-handler", "the launcher records no events of torch.", "leave it out."),
+        (
+            "--numa-binding",
+            "torch has no public function for it.",
+            "start the script through numactl: --no-python, and a script that reads LOCAL_RANK.",
+        ),
+    ):
+        if getattr(args, name[2:].replace("-", "_")) not in ("", "null"):
+            raise ConfigError(f"{name} cannot be used here.", why=why, fix=fix)
+
+
+def _check_hangs(args: Namespace) -> None:
+    if args.hang_after is not None and not 0 <= args.hang_after < float("inf"):
         raise ConfigError(
-            f"--node-rank is {args.node_rank}, and there {there}.",
-            why="nodes are numbered from 0, and the others would wait for the node of the missing number.",
-            fix=f"give a --node-rank from 0 to {max_nodes - 1}."
-            if max_nodes > 1
-            else "give --nnodes, or leave it out.",
+            f"--hang-after must be a number of seconds, or 0 to switch it off; it is {args.hang_after}."
         )
-    endpoint = args.rdzv_endpoint.strip()
-    if max_nodes != 1:
-        if args.rdzv_backend in ("static", "c10d"):
-            _parse_endpoint(endpoint)
-        return None
-    if args.rdzv_backend == "static" and not endpoint:
-        return host, args.master_port or 0
-    if args.rdzv_backend not in ("static", "c10d") or args.rdzv_conf:
-        return None
-    if not endpoint:
-        return "127.0.0.1", 0
-    host, port = _parse_endpoint(endpoint)
-    if not is_loopback(host) and args.rdzv_backend == "c10d":
-        return None
-    return "127.0.0.1" if host == "localhost" else host, port
-
-
-def _parse_endpoint(endpoint: str) -> tuple[str, int]:
-    try:
-        host, port = parse_rendezvous_endpoint(endpoint, C10D_PORT)
-    except ValueError as error:
+    if not args.hang_after and args.on_hang == "end":
         raise ConfigError(
-            f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
-        ) from error
-    return host, port
+            "--on-hang=end needs --hang-after with the seconds after which a hang ends the ranks.",
+            fix="add, for example, --hang-after=600.",
+        )
+    given = "--hang-after" if args.hang_after is not None else "--on-hang=end"
+    if (args.no_python or not has_probe()) and (
+        args.hang_after is not None or args.on_hang == "end"
+    ):
+        raise ConfigError(
+            f"{given} has no effect with --no-python or PACELINE_PROBE=0.",
+            why="a thread in each rank reports what the rank does.",
+            fix="leave one of them out.",
+        )

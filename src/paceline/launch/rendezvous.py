@@ -1,50 +1,98 @@
-"""The stores of a job, and the rendezvous of one node; nodes.py and endpoint.py are for several nodes.
+"""A round of ranks, and the rendezvous of a job on one host.
 
-Subclasses of `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
-ranks read the addresses of dead ones, and its stores listen on all interfaces. Here each round has a new
-store, which listens on one interface if possible.
+A round is the time between two restarts. Each round has a new store for its ranks, which listens on one
+interface: restarted ranks must not read the addresses of dead ones. nodes.py has the rendezvous of several
+nodes. This file does not import torch, because the ranks of one host are started before.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-import weakref
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-from paceline.job.store_server import cannot_listen, listen, listen_for, store_on
+from paceline.job.store_server import cannot_listen, listen, store_on
+from paceline.launch.node_exchange import NodeExchange
 
 STORE_TIMEOUT = timedelta(seconds=60)
-_REBIND_S = 10.0
-READ_TIMEOUT_S = 60
-C10D_PORT = 29400
 
 
-class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a job on one node: each round has a new store on `host`.
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round of ranks, as one node sees it.
+
+    Attributes:
+        number: Of rounds before this one. Equal on all nodes.
+        node: Number of this node, from 0 to `nodes` - 1.
+        first_rank: Rank of local rank 0; the other ranks of the node follow.
+        first_role_rank: The same, among the ranks of nodes with the same `--role`.
+        address: Of the store of the ranks.
+        exchange: With the launchers of other nodes; None if there is one node.
+    """
+
+    number: int
+    node: int
+    nodes: int
+    first_rank: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
+    address: str
+    port: int
+    exchange: NodeExchange | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why a round has to end, although no rank of this node has failed.
+
+    Attributes:
+        joins: Whether a node joins. Otherwise nodes were lost.
+    """
+
+    text: str
+    joins: bool = False
+
+
+class RendezvousLost(Exception):
+    """The rendezvous cannot be reached, is closed, or was not complete in time; the text says which."""
+
+
+class RendezvousClosed(RendezvousLost):
+    """The job has ended on another node."""
+
+
+class Rendezvous:
+    """The rendezvous of a job on one host, and what a rendezvous of several nodes adds.
 
     Args:
         host: The address that the store listens on and that the ranks connect to.
         port: 0 lets the kernel choose a free one.
     """
 
-    def __init__(self, host: str, port: int, run_id: str) -> None:
-        super().__init__(host, port, 0, 1, run_id, READ_TIMEOUT_S)
-        self._host = host
-        self._port = port
-        self._round = 0
-        self._last: weakref.ref[TCPStore] | None = None
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, ranks: int = 1) -> None:
+        self._host, self._port, self._ranks = host, port, ranks
+        self._rounds = 0
+        self._listener: socket.socket | None = None
+        self._store: Any = None
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See torch."""
-        if self._port and self._last is not None:
-            self._wait_gone(self._last)
+    def next_round(self) -> Round:
+        """Agree on the next round.
+
+        Raises:
+            ConfigError: this node has to serve the store and cannot.
+            LaunchFailed: this node cannot take part.
+            RendezvousLost: see there.
+
+        Collective: the launcher of each node.
+        """
+        self._store = None  # closes the port of the last round
         try:
-            store = store_on(listen(self._host, self._port), STORE_TIMEOUT)
+            self._listener = listen(self._host, self._port)
         except OSError as error:
             raise cannot_listen(
                 f"the store of the job cannot listen on {self._host}:{self._port}",
@@ -52,53 +100,52 @@ class LocalRendezvous(StaticTCPRendezvous):
                 error,
                 fix="omit the port, so that the kernel chooses a free one; or choose another.",
             ) from error
-        self._last = weakref.ref(store)
-        self._round += 1
-        return RendezvousInfo(
-            PrefixStore(f"paceline/agent/{self._round}", store),
-            rank=0,
-            world_size=1,
-            bootstrap_store_info=RendezvousStoreInfo(self._host, store.port),
+        self._rounds += 1
+        address, port = self._listener.getsockname()[:2]
+        return Round(
+            number=self._rounds - 1,
+            node=0,
+            nodes=1,
+            first_rank=0,
+            world_size=self._ranks,
+            first_role_rank=0,
+            role_world_size=self._ranks,
+            address=address,
+            port=port,
         )
 
-    def _wait_gone(self, store: weakref.ref[TCPStore]) -> None:
-        # A chosen port is free again when the store of the last round is gone.
-        deadline = time.monotonic() + _REBIND_S
-        while store() is not None and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.01)
+    def serve(self) -> None:
+        """Serve the store of the round; call it when the ranks have been started.
+
+        Their connections wait until then, so the ranks and this launcher import torch at the same time.
+        """
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            with quiet_torch():
+                self._store = store_on(listener, STORE_TIMEOUT)
+
+    def change(self) -> Change | None:
+        """What has changed among the nodes since the round began; None if it may go on.
+
+        Raises:
+            RendezvousLost: the rendezvous cannot be reached.
+        """
+        return None
+
+    def close(self, *, job_ended: bool) -> None:
+        """Release the store. With `job_ended`, also refuse nodes that come later."""
+        self._store = None
+        if self._listener is not None:
+            self._listener.close()
 
 
-class StaticHost(StaticTCPRendezvous):
-    """torch's static rendezvous of several nodes, on the node that serves it: on one interface."""
-
-    def __init__(self, of_torch: StaticTCPRendezvous) -> None:
-        super().__init__(
-            of_torch.master_addr,
-            of_torch.master_port,
-            of_torch.rank,
-            of_torch.world_size,
-            of_torch.run_id,
-            int(of_torch.timeout.total_seconds()),
-        )
-        self._served: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See torch."""
-        if self._served is None:
-            try:
-                listener = listen_for(self.master_addr, self.master_port)
-            except OSError as error:
-                raise cannot_listen(
-                    f"node 0 cannot listen on {self.master_addr}:{self.master_port}",
-                    self.master_port,
-                    error,
-                    fix="choose another port, the same on all nodes.",
-                ) from error
-            self._served = store_on(listener, self.timeout)
-        return RendezvousInfo(
-            PrefixStore(self.run_id, self._served),
-            self.rank,
-            self.world_size,
-            RendezvousStoreInfo(self._served.host, self._served.port),
-        )
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Import torch here for the first time, and it does not print if the process that serves a store ends."""
+    chosen = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]

@@ -1,7 +1,7 @@
 """Signals to the launcher: recorded at once, handled where it is safe, forwarded to the ranks.
 
-Raises torch's `SignalException`, which its agent understands. A signal that was ignored at the start
-(nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are only forwarded.
+A signal that was ignored at the start (nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are
+only forwarded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
 from paceline.job.preemption import SAME_SIGNAL_S
 
 # torch's default of --signals-to-handle.
@@ -25,6 +23,14 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _STUCK_S = 5.0
+
+
+class SignalReceived(Exception):
+    """The launcher has received a signal that ends it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"received {number.name}")
+        self.number = number
 
 
 class ReceivedSignals:
@@ -54,11 +60,10 @@ class ReceivedSignals:
         """Raise for a received signal.
 
         Raises:
-            SignalException: a signal was received.
+            SignalReceived: a signal was received.
         """
         if self.received:
-            number = self.received[0]
-            raise SignalException(f"received {number.name}", sigval=number)
+            raise SignalReceived(self.received[0])
 
     def take_for_ranks(self) -> list[signal.Signals]:
         """The signals that were received since the last call and have to be forwarded to the ranks."""
@@ -69,7 +74,7 @@ class ReceivedSignals:
 
     @contextlib.contextmanager
     def interruptible(self, *, ranks_ended: bool = False) -> Iterator[None]:
-        """Let a signal interrupt the body, which waits in torch's code while no script runs.
+        """Let a signal interrupt the body, which waits for other nodes while no script runs.
 
         Args:
             ranks_ended: Whether to drop SIGUSR1 and SIGUSR2, because the ranks that they are for have ended.
@@ -150,7 +155,7 @@ class ReceivedSignals:
             self._note(number, frame)  # no script runs that could receive it
 
 
-def parse(names: str) -> list[signal.Signals]:
+def parse_signals(names: str) -> list[signal.Signals]:
     """The signals of a list such as `SIGTERM,SIGINT`.
 
     Raises:
