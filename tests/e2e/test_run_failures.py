@@ -503,6 +503,7 @@ import os, time
 from concurrent.futures import ThreadPoolExecutor, wait
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 dist.init_process_group("gloo")
+dist.barrier()  # a rank that ends before would break the connections of the other
 folder = "checkpoint" if dist.get_rank() == 0 else "/dev/null/checkpoint"
 writer = dcp.FileSystemWriter(folder)
 state = {"of every rank": torch.ones(4), f"of rank {dist.get_rank()}": torch.ones(4)}
