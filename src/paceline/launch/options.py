@@ -219,9 +219,9 @@ def parser() -> CommandParser:
         metavar="ARGUMENTS",
         help="the script's own arguments",
     )
-    _add_ranks(ours)
-    _add_hosts(ours)
     _add_hangs(ours)
+    _add_hosts(ours)
+    _add_ranks(ours)
     _add_output(ours)
     return ours
 
