@@ -44,21 +44,18 @@ Wait = Callable[[], object]
 
 def sides(
     job: Any, model: nn.Module, optimizer: Any, folder: Path
-) -> dict[str, tuple[Callable[[int], Wait], Callable[[], None]]]:
-    """Per side: a function that begins a save and returns one that waits, and one to call before updates."""
+) -> dict[str, Callable[[int], Wait]]:
+    """Per side: a function that begins a save and returns one that waits for its end."""
     checkpoints = paceline.Checkpoints(folder / "paceline", keep=2)
     checkpoints.resume(job)
     group = dist.new_group(backend="gloo") if job.group is not None else None
 
     def ours(step: int) -> Wait:
-        steady = [*model.parameters()]
-        for values in optimizer.state.values():
-            steady += values.values()
         content = {
             "models": [paceline.unwrap(model).state_dict()],
             "optimizers": [optimizer.state_dict()],
         }
-        checkpoints.save(job, step, content, wait=False, steady=steady)
+        checkpoints.save(job, step, content, wait=False)
         return lambda: checkpoints.finish(job, required=True)
 
     def torchs(step: int) -> Wait:
@@ -82,13 +79,7 @@ def sides(
     def nothing(step: int) -> Wait:
         return lambda: None
 
-    idle = lambda: None  # noqa: E731
-    return {
-        "no save": (nothing, idle),
-        "paceline": (ours, checkpoints.wait_until_copied),
-        "dcp.async_save": (torchs, idle),
-        "torch.save": (plain, idle),
-    }
+    return {"no save": nothing, "paceline": ours, "dcp.async_save": torchs, "torch.save": plain}
 
 
 def measure(job: Any, rounds: int, folder: str) -> dict[str, list[tuple[float, float, float]]]:
@@ -102,28 +93,27 @@ def measure(job: Any, rounds: int, folder: str) -> dict[str, list[tuple[float, f
     x, y = torch.randn(2, 16, WIDTH, device=job.device)
     wait_for_device = torch.cuda.synchronize if job.device.type == "cuda" else lambda: None
 
-    def step(ready: Callable[[], None]) -> float:
+    def step() -> float:
         began = time.perf_counter()
         F.mse_loss(model(x), y).backward()
-        ready()
         optimizer.step()
         optimizer.zero_grad()
         wait_for_device()
         return time.perf_counter() - began
 
     for _ in range(3):
-        step(lambda: None)
+        step()
     chosen = sides(job, model, optimizer, Path(folder))
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in chosen}
     for number in range(rounds + 1):
-        for name, (save, ready) in chosen.items():
+        for name, save in chosen.items():
             collectives.gather(job, 0)
-            usual = statistics.median(step(lambda: None) for _ in range(5))
+            usual = statistics.median(step() for _ in range(5))
             collectives.gather(job, 0)
             began = time.perf_counter()
             wait = save(number + 1)
-            stall = time.perf_counter() - began + step(ready) - usual
-            later = [step(ready) for _ in range(STEPS - 1)]
+            stall = time.perf_counter() - began + step() - usual
+            later = [step() for _ in range(STEPS - 1)]
             trained = time.perf_counter()
             wait()
             saved = time.perf_counter() - began if time.perf_counter() - trained > 0.001 else 0.0

@@ -187,44 +187,6 @@ def test_a_rank_that_is_killed_in_a_save_leaves_whole_checkpoints(
     assert {f"parts/{name}" for name in store.names("parts")} == parts
 
 
-def _multipart(job: Any) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem.default_block_size = 5 << 20  # the least that S3 permits
-    checkpoints = paceline.Checkpoints(URL)
-    assert checkpoints.resume(job) is None
-    real, seen = RemoteStore._call, []
-
-    def call(self: RemoteStore, operation: str, path: str) -> Any:
-        if path.endswith("rank-0.bin"):
-            seen.append(path)
-            if len(seen) == 4:  # opened, two tensors written
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, operation, path)
-
-    RemoteStore._call = call  # type: ignore[method-assign]
-    checkpoints.save(job, 1, {name: torch.ones(2 << 20) for name in "abcd"})
-
-
-def _resumes_empty(job: Any) -> bool:
-    return paceline.Checkpoints(URL).resume(job) is None
-
-
-def test_the_multipart_upload_of_a_killed_process_is_aborted(server: Server) -> None:
-    with pytest.raises(LaunchFailed):
-        run_ranks(_multipart, nproc=1)
-    client = server.client()
-    try:
-        assert len(client.list_multipart_uploads(Bucket="bucket")["Uploads"]) == 1
-        other = client.create_multipart_upload(Bucket="bucket", Key="of-others")["UploadId"]
-        assert run_ranks(_resumes_empty, nproc=1) == [True]
-        left = client.list_multipart_uploads(Bucket="bucket")["Uploads"]
-        assert [upload["UploadId"] for upload in left] == [other]
-        assert server.all_keys() == []
-    finally:
-        client.close()
-
-
 def test_requests_that_are_throttled_for_a_while_are_repeated(server: Server) -> None:
     refused: list[str] = []
 

@@ -15,7 +15,6 @@ import paceline
 from paceline import Mesh
 from paceline.checkpoint import reader
 from paceline.checkpoint.store import Store, open_store, read_manifest
-from paceline.checkpoint.writer import Staging
 from paceline.testing import digest, run_ranks
 
 LAYOUTS = {
@@ -150,7 +149,6 @@ def _save_while_training(job: Any, folder: Path, is_slow: bool) -> int:
     """
     with pytest.MonkeyPatch.context() as patch:
         if is_slow:
-            patch.setattr(Staging, "_copy", _later(0.002, Staging._copy))
             patch.setattr(Store, "write", _later(0.3, Store.write))
         training = _training(job, torch.float32, folder)
         assert training.checkpoints is not None

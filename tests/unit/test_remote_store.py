@@ -137,19 +137,6 @@ def test_removing_one_of_two_manifests_of_the_same_files_keeps_them(job: Job, ur
     assert len(store.names("parts")) == 2
 
 
-def test_a_checkpoint_of_an_earlier_release_is_read_and_moved(
-    job: Job, url: str, tmp_path: Path
-) -> None:
-    store, local = open_store(url), tmp_path
-    paceline.Checkpoints(local).save(job, 3, _state(3.0))
-    for path in (local / "step-3").iterdir():
-        store.write(f"step-3/{path.name}", [path.read_bytes()])
-    assert _fill(job, url) == 3
-    paceline.Checkpoints(url).save(job, 2, _state(2.0))
-    assert sorted(store.names("before-1/step-3")) == ["manifest.json", "rank-0.bin"]
-    verify(store, read_manifest(store, 3, "before-1/step-3"))
-
-
 class _Upload:
     """An open file of an object store."""
 

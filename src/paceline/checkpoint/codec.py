@@ -132,6 +132,5 @@ def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     parts = decode(inner, tensors)
     if key in _FROM_LIST:
         return _FROM_LIST[key](parts)
-    # Earlier versions wrote the tuples among a counter's keys as lists.
-    pairs = {tuple(k) if isinstance(k, list) else k: v for k, v in parts}
+    pairs = dict(parts)
     return Counter(pairs) if key == "$counter" else pairs

@@ -7,18 +7,16 @@ JSON. `dcp.save` would pickle them, use the process groups of the training, and 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.checkpoint.manifest import ITEM_BYTES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
-from paceline.job import collectives, store_exchange
+from paceline.job import collectives
 from paceline.job.job import Job
 
 # Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
@@ -53,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of a save: this rank's pieces in the order of its file, and on rank 0 all shapes."""
+    """The plan of a save: this rank's pieces in the order of its file, and all shapes."""
 
     mine: list[Piece]
     size_bytes: int
@@ -115,13 +113,11 @@ def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -
 
 def _divide(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
     rows, starts = _held_pieces(tensors)
-    if job.store is None:
-        shapes, (indices,) = _assign([rows])
-    else:
-        shapes, indices = _assigned_by_rank0(job, job.store, rows)
+    shapes, indices = _assign(collectives.gather(job, rows))
     # Wide types first: each piece then lies at a multiple of its own size, without gaps.
     mine = sorted(
-        (rows[i] for i in indices), key=lambda row: (-ITEM_BYTES[row[1]], row[0], tuple(row[3]))
+        (rows[i] for i in indices[job.rank]),
+        key=lambda row: (-ITEM_BYTES[row[1]], row[0], tuple(row[3])),
     )
     pieces, offset = [], 0
     for name, dtype, _, offsets, sizes in mine:
@@ -151,40 +147,6 @@ def _held_pieces(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key,
             rows.append((name, dtype, list(data.size), list(offsets), list(sizes)))
             starts[name, offsets] = tuple(o - h for o, h in zip(offsets, held, strict=True))
     return rows, starts
-
-
-def _assigned_by_rank0(
-    job: Job, store: dist.Store, rows: list[Row]
-) -> tuple[dict[str, Shape], list[int]]:
-    """Have rank 0 assign pieces, through the store, so that no other rank receives all rows.
-
-    Returns:
-        Shapes, on rank 0 alone, which writes the manifest; the indices of the rows that this rank writes.
-    """
-    stem = f"layout/{store.add(f'layout/{job.rank}', 1)}"
-    keys = store_exchange.post(store, stem, rows, job.rank, job.world_size)
-    collectives.gather_tensor(job, torch.zeros(1))  # from here on all ranks have sent theirs
-    shapes: dict[str, Shape] = {}
-
-    def assign() -> dict[str, str] | None:
-        held = store_exchange.read(store, keys)
-        for key in keys:
-            store.delete_key(key)
-        try:
-            found, indices = _assign(held)
-        except CheckpointError as error:
-            return {"what": error.what, "why": error.why, "fix": error.fix}
-        shapes.update(found)
-        for rank, own in enumerate(indices):
-            store.set(f"{stem}/to/{rank}", json.dumps(own))
-        return None
-
-    problem = collectives.on_rank0(job, assign)
-    if problem is not None:
-        raise CheckpointError(problem["what"], why=problem["why"], fix=problem["fix"])
-    indices: list[int] = json.loads(store.get(f"{stem}/to/{job.rank}"))
-    store.delete_key(f"{stem}/to/{job.rank}")
-    return shapes, indices
 
 
 def _assign(held: Sequence[list[Row]]) -> tuple[dict[str, Shape], list[list[int]]]:

@@ -23,7 +23,6 @@ from paceline.checkpoint.owner import Ownership, take
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
-    PARTS,
     committed,
     finish_rollback,
     open_store,
@@ -34,8 +33,7 @@ from paceline.checkpoint.store import (
     sweep,
     unused_name,
 )
-from paceline.checkpoint.writer import Buffer, Save, SaveOutcome, Staging
-from paceline.clock.step_clock import CHECKPOINT, clock
+from paceline.checkpoint.writer import Buffer, Content, Save, SaveOutcome, Staging
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers
@@ -169,7 +167,6 @@ class Checkpoints:
         *,
         best: bool = False,
         wait: bool = True,
-        steady: Collection[torch.Tensor] = (),
         finite: Collection[str] = (),
     ) -> None:
         """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
@@ -183,7 +180,6 @@ class Checkpoints:
                 several ranks hold, each rank writes a part.
             best: Keep it until another one is saved as the best.
             wait: Return when it is saved; otherwise `finish` reports an error.
-            steady: Tensors of `state` that do not change until `wait_until_copied` has returned.
             finite: Paths of tensors that must not hold NaN or infinity, such as "models.0.weight".
 
         Raises:
@@ -207,17 +203,20 @@ class Checkpoints:
         self._attempts += 1
         self._is_behind = False
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
-        staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
-        self._in_flight = Save(
-            job,
-            self._store,
-            staging,
+        staging = Staging(self._planner.plan(job, tensors), tensors, self._buffer)
+        content = Content(
             step=step,
             folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
             attempt=f"{self._token}-{self._attempts}",
             best=best,
             tree=tree,
             finite=finite,
+        )
+        self._in_flight = Save(
+            job,
+            self._store,
+            content,
+            staging,
             ownership=self._ownership,
             prune=self._prune,
         )
@@ -238,12 +237,6 @@ class Checkpoints:
             self._ownership, is_new = take(self._store, is_restart=is_restart)
             if is_new:
                 sweep(self._store)
-
-    def wait_until_copied(self) -> None:
-        """Return when the tensors named `steady` may change again. Collective: none."""
-        if self._in_flight is not None:
-            with clock.during(CHECKPOINT):
-                self._in_flight.staging.wait()
 
     def poll(self, job: Job) -> bool:
         """Handle a save that has ended. Returns True if `finish` will raise its error.
@@ -409,10 +402,6 @@ class Checkpoints:
                     log.logger.warning(text, aside)
         except OSError as error:
             raise self._unchangeable(error) from error
-        try:
-            self._store.abort_uploads(PARTS)
-        except OSError as error:  # needs a permission of its own, and nothing depends on it
-            log.logger.info("unfinished uploads stay: %s", error)
 
     def _unchangeable(self, error: OSError) -> SaveFailed:
         return SaveFailed(

@@ -17,8 +17,7 @@ from typing import Any
 from paceline.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 2
-_FORMAT_WITH_PARTS = 3
+FORMAT = 3
 _HEAD = '{"sha256": "'
 _BODY_AT = len(_HEAD) + 64
 _FILE = re.compile(r"rank-\d{1,6}\.bin")
@@ -106,10 +105,10 @@ class Manifest:
 
     def render(self) -> str:
         """The text of the file."""
-        unwritten = {"tensors", "folder"} if self.parts else {"tensors", "folder", "parts"}
-        number = _FORMAT_WITH_PARTS if self.parts else FORMAT
-        body = {"paceline": "checkpoint", "format": number} | {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in unwritten
+        body = {"paceline": "checkpoint", "format": FORMAT} | {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("tensors", "folder")
         }
         rows = {
             name: [saved.dtype, saved.shape, [astuple(c) for c in saved.chunks]]
@@ -134,10 +133,9 @@ def parse(text: str, where: str) -> Manifest:
         raise Damaged(f"{NAME} does not match its digest")
     try:
         fields = json.loads(text)
-        if fields["format"] not in (FORMAT, _FORMAT_WITH_PARTS):
-            known = f"{FORMAT} and {_FORMAT_WITH_PARTS}"
+        if fields["format"] != FORMAT:
             raise _refusal(
-                where, f"it has format {fields['format']}, and this release reads {known}"
+                where, f"it has format {fields['format']}, and this release reads {FORMAT}"
             )
         return _checked(fields, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -161,7 +159,7 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
             raise _refusal(
                 where, f"it names the file {name!r}, which is not a file of a checkpoint"
             )
-    parts = fields.get("parts", "")
+    parts = fields["parts"]
     if parts and not IN_PARTS.fullmatch(parts):
         raise _refusal(where, f"it names the folder {parts!r}, which is not one of a checkpoint")
     tensors = {}

@@ -40,9 +40,9 @@ from paceline.checkpoint.manifest import (
 from paceline.errors import CheckpointError, ConfigError
 
 _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
-# Of earlier releases: without the name of the attempt.
 _SCRATCH = re.compile(
-    rf"unfinished-(removed-)?{_FOLDER.pattern}(-[0-9a-f]+-\d+)?|\.paceline-probe-.+", re.ASCII
+    rf"unfinished-({_FOLDER.pattern}-[0-9a-f]+-\d+|removed-{_FOLDER.pattern})|\.paceline-probe-.+",
+    re.ASCII,
 )
 _remote_lock = threading.RLock()
 PARTS = "parts"  # folder of the files of checkpoints, in stores without rename
@@ -141,9 +141,6 @@ class Store:
             full = removed
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(full)
-
-    def abort_uploads(self, path: str) -> None:
-        """Remove what the storage keeps of files in a folder that were never finished."""
 
     def free_bytes(self) -> int | None:
         """The free space, or None if unknown."""
@@ -248,13 +245,11 @@ class RemoteStore(Store):
         return  # the manifest, written last, is the commit
 
     def rename(self, old: str, new: str) -> None:
-        """Move the manifest of a checkpoint, and the files that other releases wrote beside it."""
-        for name in sorted(self.names(old), key=lambda name: name == NAME):
-            with self._call("copy", f"{old}/{name}") as (fs, full):
-                target = f"{self._base}/{new}/{name}"
-                if not self._is_object_store:
-                    self._make(fs, target.rpartition("/")[0])
-                fs.cp_file(full, target)
+        """Move the manifest of a checkpoint."""
+        with self._call("copy", f"{old}/{NAME}") as (fs, full):
+            if not self._is_object_store:
+                self._make(fs, f"{self._base}/{new}")
+            fs.cp_file(full, f"{self._base}/{new}/{NAME}")
         self.remove(old)
 
     def remove(self, path: str) -> None:
@@ -264,15 +259,6 @@ class RemoteStore(Store):
                 fs.rm_file(f"{full}/{NAME}")  # from here on it is not a checkpoint
             with contextlib.suppress(FileNotFoundError):
                 fs.rm(full, recursive=True)
-
-    def abort_uploads(self, path: str) -> None:
-        with self._call("list the unfinished uploads of", path) as (fs, full):
-            # S3 keeps the parts of multipart uploads of killed processes.
-            if hasattr(fs, "abort_mpu"):
-                bucket, prefix, _ = fs.split_path(full)
-                found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-                for upload in found.get("Uploads", ()):
-                    fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _make(self, fs: Any, folder: str) -> None:
         for attempt in range(3):

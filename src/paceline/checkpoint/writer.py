@@ -7,7 +7,6 @@ publishes the outcome, which is the same on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import paceline
 from paceline import log
 from paceline.checkpoint.cloud_errors import StorageError
-from paceline.checkpoint.layout import Layout, Piece, local
+from paceline.checkpoint.layout import Layout
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.owner import Ownership
 from paceline.checkpoint.store import Store, commit, finish_rollback, is_committed, withdraw
@@ -32,7 +31,6 @@ from paceline.credentials import redact
 from paceline.errors import CheckpointError
 from paceline.job.failures import Peers
 from paceline.job.job import Job
-from paceline.torch_private import find
 
 _POLL_S = 0.005
 _FIXES = {
@@ -61,74 +59,19 @@ class Buffer:
 class Staging:
     """The copy of this rank's share of a save in host memory.
 
-    Args:
-        steady: Tensors that only the optimizer changes. `finish` copies them in the background, during the
-            next forward and backward; all others are copied at once.
-
     Attributes:
-        bytes: The rank's file, shape (layout.size_bytes,); complete after `finish`.
-        changed: The name of a steady tensor that was changed while it was copied, or None.
+        bytes: The rank's file, shape (layout.size_bytes,).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: dict[str, torch.Tensor],
-        steady: Collection[torch.Tensor],
-        buffer: Buffer,
-    ) -> None:
+    def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor], buffer: Buffer) -> None:
         self.layout = layout
-        self.device = next(
-            (t.device for t in tensors.values() if t.device.type != "cpu"), torch.device("cpu")
-        )
-        self.bytes = buffer.of(layout.size_bytes, pinned=self.device.type == "cuda")
-        self.changed: str | None = None
-        self._done = threading.Event()
-        # `state_dict` returns other objects with the same memory.
-        known = {_identity(t) for t in steady}
-        late: list[tuple[Piece, torch.Tensor]] = []
+        pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        self.bytes = buffer.of(layout.size_bytes, pinned=pinned)
         for piece in layout.mine:
-            tensor = tensors[piece.name]
-            if _identity(tensor) in known:
-                late.append((piece, tensor))
-            else:
-                self._copy(piece, tensor)
-        self._late = late
-        self._versions = [_version(tensor) for _, tensor in late]
-        self._event = None
-        if late and self.device.type != "cpu":
-            # The copy waits for kernels queued before it, and may overlap those queued after it.
-            module = torch.get_device_module(self.device)
-            self._event = module.current_stream(self.device).record_event()
-
-    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
-        source = piece.of(tensor)
-        if source.numel():
-            target = self.bytes[piece.offset : piece.offset + piece.size_bytes]
-            target.view(piece.dtype).view(source.shape).copy_(source)
-
-    def finish(self) -> None:
-        """Copy the steady tensors. Called by the thread of the save."""
-        on_stream = contextlib.nullcontext()
-        if self._event is not None:
-            module = torch.get_device_module(self.device)
-            stream = module.Stream(self.device)
-            stream.wait_event(self._event)
-            on_stream = module.stream(stream)
-        try:
-            with on_stream, torch.no_grad():
-                for piece, tensor in self._late:
-                    self._copy(piece, tensor)
-            for (piece, tensor), version in zip(self._late, self._versions, strict=True):
-                if _version(tensor) != version:
-                    self.changed = piece.name
-        finally:
-            self._late = []
-            self._done.set()
-
-    def wait(self) -> None:
-        """Return when everything is copied."""
-        self._done.wait()
+            source = piece.of(tensors[piece.name])
+            if source.numel():
+                target = self.bytes[piece.offset : piece.offset + piece.size_bytes]
+                target.view(piece.dtype).view(source.shape).copy_(source)
 
     def non_finite(self, names: Collection[str]) -> str | None:
         """The first of these tensors that holds NaN or infinity in this rank's share."""
@@ -144,17 +87,6 @@ class Staging:
                 if not is_finite and not values.double().isfinite().all():
                     return piece.name
         return None
-
-
-def _identity(tensor: torch.Tensor) -> tuple[int, int]:
-    own = local(tensor)
-    return own.data_ptr(), own.numel()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """A number that every change in place increments; always 0 if this torch does not have it."""
-    counter = find("torch.Tensor._version")
-    return 0 if counter is None else int(counter.__get__(local(tensor)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +123,29 @@ def _failed(error: Exception) -> SaveOutcome:
     return SaveOutcome(kind=kind, text=redact(f"{type(error).__name__}: {error}"), fix=fix)
 
 
-class Save:
-    """A save in flight, with its thread. All ranks create one for the same step.
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a save writes, apart from tensors.
 
     Args:
         folder: Its name once it is committed, equal on all ranks.
         attempt: Equal on all ranks, and different for each save.
         tree: The values for JSON; those of rank 0 are written.
         finite: Names of tensors that must be finite.
+    """
+
+    step: int
+    folder: str
+    attempt: str
+    best: bool
+    tree: Any
+    finite: Collection[str]
+
+
+class Save:
+    """A save in flight, with its thread. All ranks create one for the same step.
+
+    Args:
         ownership: Of the folder, on rank 0; None on the others.
         prune: Applies retention; called on rank 0 after the commit.
 
@@ -210,27 +157,22 @@ class Save:
         self,
         job: Job,
         store: Store,
+        content: Content,
         staging: Staging,
         *,
-        step: int,
-        folder: str,
-        attempt: str,
-        best: bool,
-        tree: Any,
-        finite: Collection[str],
         ownership: Ownership | None,
         prune: Callable[[], None],
     ) -> None:
-        self.step = step
-        self.staging = staging
+        self.step = content.step
+        self._content = content
+        self._staging = staging
         self.outcome: SaveOutcome | None = None
         self._began = time.monotonic()
         self._rank, self._world_size = job.rank, job.world_size
-        self._store, self._folder = store, folder
-        self._scratch = store.scratch(folder, attempt)
-        self._best, self._tree, self._prune = best, tree, prune
+        self._store = store
+        self._scratch = store.scratch(content.folder, content.attempt)
         self._ownership = ownership
-        self._finite = frozenset(finite)
+        self._prune = prune
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
         self._marks: dist.Store | None = None  # where failed ranks leave a mark
@@ -276,33 +218,29 @@ class Save:
     def _write_own(self) -> dict[str, Any]:
         """This rank's acknowledgement: its digests, or why there are none."""
         try:
-            self.staging.finish()
-            if self.staging.changed is not None:
-                text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
-                return {"kind": "other", "text": text}
-            name = self.staging.non_finite(self._finite)
+            name = self._staging.non_finite(frozenset(self._content.finite))
             if name is not None:
                 return {"kind": "non-finite", "text": name}
             digests: list[str] = []
-            if self.staging.layout.mine:
+            if self._staging.layout.mine:
                 self._store.write(f"{self._scratch}/rank-{self._rank}.bin", self._parts(digests))
         except _Cancelled:
             raise
         except Exception as error:
             failed = _failed(error)
-            size = self.staging.layout.size_bytes
+            size = self._staging.layout.size_bytes
             return {"kind": failed.kind, "text": failed.text, "fix": failed.fix, "size": size}
-        boxes = [[*p.box, p.offset] for p in self.staging.layout.mine]
-        names = [p.name for p in self.staging.layout.mine]
+        boxes = [[*p.box, p.offset] for p in self._staging.layout.mine]
+        names = [p.name for p in self._staging.layout.mine]
         return {
             "kind": "saved",
-            "size": self.staging.layout.size_bytes,
+            "size": self._staging.layout.size_bytes,
             "chunks": list(zip(names, boxes, digests, strict=True)),
         }
 
     def _parts(self, digests: list[str]) -> Iterator[memoryview]:
-        whole = memoryview(self.staging.bytes.numpy().data)
-        for piece in self.staging.layout.mine:
+        whole = memoryview(self._staging.bytes.numpy().data)
+        for piece in self._staging.layout.mine:
             if self._cancel.is_set():
                 raise _Cancelled
             part = whole[piece.offset : piece.offset + piece.size_bytes]
@@ -394,7 +332,7 @@ class Save:
         return SaveOutcome(kind="saved"), False
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
-        shapes = self.staging.layout.shapes
+        shapes = self._staging.layout.shapes
         chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
         for rank, ack in enumerate(acks):
             for name, (offsets, sizes, at), digest in ack["chunks"]:
@@ -402,8 +340,8 @@ class Save:
                 chunks[name].append(chunk)
         return Manifest(
             step=self.step,
-            folder=self._folder,
-            best=self._best,
+            folder=self._content.folder,
+            best=self._content.best,
             world_size=self._world_size,
             saved_at=time.time(),
             versions={
@@ -412,7 +350,7 @@ class Save:
                 "python": platform.python_version(),
             },
             files={f"rank-{r}.bin": ack["size"] for r, ack in enumerate(acks) if ack["chunks"]},
-            tree=self._tree,
+            tree=self._content.tree,
             parts="" if self._store.has_rename else self._scratch,
             tensors={n: SavedTensor(*shapes[n], tuple(found)) for n, found in chunks.items()},
         )

@@ -229,8 +229,7 @@ class ExactStrategy(ReplicaStrategy):
     def load_state_dict(self, state: Any) -> None:
         # The parameters that are trained now may be others: the script may have frozen or unfrozen some.
         named = self._named_parameters()
-        saved = state.get("parameters", ())  # older releases did not save them
-        if summed := [named[name] for name in saved if name in named]:
+        if summed := [named[name] for name in state["parameters"] if name in named]:
             self._sum = self._sum_of(summed)
         self._sum.load_exponents(state["exponents"])
         torch.set_num_threads(state["threads"])

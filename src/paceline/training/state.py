@@ -46,7 +46,7 @@ def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> None:
-    """Load what `save` returned, in this version or version 1; call `check` first."""
+    """Load what `save` returned; call `check` first."""
     names = _parameter_names(models)
     for model, values in zip(models, saved["models"], strict=True):
         _load_model(model, values)
@@ -54,12 +54,11 @@ def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> No
         parameters = owned_parameters(optimizer)
         state: dict[Any, Any] = dict(values["state"])
         groups: list[dict[str, Any]] = [dict(group) for group in values["param_groups"]]
-        if saved["version"] > 1:
-            grouped = _group_names(optimizer, names)
-            index = {name: i for i, name in enumerate(chain(*grouped))}
-            state = {index.get(name, name): value for name, value in state.items()}
-            for group, own in zip(groups, grouped, strict=True):
-                group["params"] = [index[name] for name in own]
+        grouped = _group_names(optimizer, names)
+        index = {name: i for i, name in enumerate(chain(*grouped))}
+        state = {index.get(name, name): value for name, value in state.items()}
+        for group, own in zip(groups, grouped, strict=True):
+            group["params"] = [index[name] for name in own]
         for key, value in state.items():
             if isinstance(key, int) and isinstance(value, Mapping):
                 p = parameters[key]
@@ -74,9 +73,9 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
         CheckpointError: the parameters, shapes, groups or the version differ.
     """
     version = saved.get("version")
-    if version not in (1, _VERSION):
+    if version != _VERSION:
         raise CheckpointError(
-            f"the state has version {version}; this release reads versions 1 and {_VERSION}."
+            f"the state has version {version}; this release reads version {_VERSION}."
         )
     for kind, own in (("models", models), ("optimizers", optimizers)):
         if len(saved[kind]) != len(own):
@@ -99,7 +98,7 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                 fix=_SAME_OPTIMIZER,
             )
         for group, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            if version > 1 and (differing := sorted(set(mine) ^ set(other))):
+            if differing := sorted(set(mine) ^ set(other)):
                 raise CheckpointError(
                     f"group {group} of optimizer {optimizer_index} and of the checkpoint differ in "
                     f"{differing[0]}.",
@@ -107,8 +106,9 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                     parameter=differing[0],
                 )
     types = [type(optimizer).__name__ for optimizer in optimizers]
-    saved_types = saved.get("optimizer_types", types)  # older releases do not save them
-    for optimizer_index, (own_type, other) in enumerate(zip(types, saved_types, strict=True)):
+    for optimizer_index, (own_type, other) in enumerate(
+        zip(types, saved["optimizer_types"], strict=True)
+    ):
         if own_type != other:
             raise CheckpointError(
                 f"optimizer {optimizer_index} is {own_type}, the checkpoint was trained with {other}.",
@@ -212,7 +212,7 @@ def _state_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     model = unwrap(model)
-    values = without_inner(values)  # version 1 keeps the names of compiled layers
+    values = without_inner(values)  # a file may have names of compiled layers
     model.load_state_dict(
         {
             name: sharded_like(own, values[plain_name(model, name)])

@@ -54,7 +54,6 @@ class StepContext:
     Attributes:
         count_unit: "samples" or "tokens".
         checks_rows: Whether to check that a micro-batch holds all of its samples.
-        before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
             first step.
@@ -70,7 +69,6 @@ class StepContext:
     control: Control
     count_unit: str
     checks_rows: bool
-    before_update: Callable[[], None]
     generator: torch.Generator
     dropout_key: int
     token_divisor: float = 0.0
@@ -511,7 +509,6 @@ class Step:
         for record in records:
             context.precision.scaler.unscale_(record.trained.optimizer)
         is_finite = self._clip(records, clipping)
-        context.before_update()
         self.is_updating = True
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)

@@ -155,7 +155,6 @@ class Training:
             control=self._control,
             count_unit=count,
             checks_rows=count == "samples" and batches.may_drop_samples,
-            before_update=self._wait_for_copies,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
             skips_non_finite=skips,
@@ -688,25 +687,14 @@ class Training:
         self._replica_check.compare(self.number)
         for model in self.models:
             equalize_buffers(self.job, model)
-        # Tensors that only the optimizer changes. Buffers are not among them: a forward changes them.
-        steady: list[torch.Tensor] = [p for model in self.models for p in model.parameters()]
-        for optimizer in self.optimizers:
-            for values in optimizer.state.values():
-                steady += [v for v in values.values() if isinstance(v, torch.Tensor)]
         checkpoints.save(
             self.job,
             self.number,
             self.state_dict(),
             best=best,
             wait=wait,
-            steady=steady,
             finite=self._state.trained_paths(),
         )
-
-    def _wait_for_copies(self) -> None:
-        """Wait until a save in progress has copied the parameters, so that they may change."""
-        if self.checkpoints is not None:
-            self.checkpoints.wait_until_copied()
 
     def _finish_save(self) -> None:
         """Wait for the save in progress, if there is one."""

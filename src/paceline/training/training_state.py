@@ -99,7 +99,7 @@ class TrainingState:
     def load(
         self, saved: dict[str, Any], *, may_restart_epoch: bool = False
     ) -> tuple[int, Position]:
-        """Load what `save` returned, in this or an earlier release. Returns its step and position.
+        """Load what `save` returned. Returns its step and position.
 
         Args:
             may_restart_epoch: Whether to start the epoch of the state anew if it was saved with other data.
@@ -112,14 +112,13 @@ class TrainingState:
         state.check(self._models, self._optimizers, saved)
         self._refuse_other(saved)
         position = self._position(saved, may_restart_epoch)
-        context.before_update()
-        context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
+        context.strategy.load_state_dict(saved["strategy"])  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
         context.token_divisor = saved["divisors"][0]
         for trained, schedule in zip(context.optimizers, saved["schedules"], strict=True):
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
-        states = saved["kept"] | saved.get("optional", {})
+        states = saved["kept"] | saved["optional"]
         for name, thing in self._kept.items():
             if name in states:
                 thing.load_state_dict(state.fitted(thing.state_dict(), states[name]))
@@ -132,9 +131,7 @@ class TrainingState:
             CheckpointError: the state was saved inside an epoch of other data.
         """
         position = Position(*saved["position"])
-        before = saved.get("data")
-        if before is None:  # of an earlier release
-            return position
+        before = saved["data"]
         own = self._batches.identity() | {"precision": self._context.precision.name}
         changes = [
             f"{name} is {own[name]}, in the checkpoint {before[name]}"
@@ -152,9 +149,8 @@ class TrainingState:
                 fix="give the training the data of the checkpoint. Or start the epoch anew with "
                 "Checkpoints(..., resume='epoch'), or the training with resume='never'.",
             )
-        if None not in (self._content, saved.get("content")) and self._content != saved.get(
-            "content"
-        ):
+        contents = (self._content, saved["content"])
+        if None not in contents and contents[0] != contents[1]:
             log.logger.warning(
                 "resumes with other samples: the first, middle and last sample are not all those of the "
                 "checkpoint. If the order of the dataset has changed, this epoch uses some samples twice."
@@ -176,12 +172,7 @@ class TrainingState:
                 fix="join with the same seed, or start a new training with resume='never'.",
             )
         schedules = [trained.schedule for trained in self._context.optimizers]
-        # Checkpoints of older releases do not name the types.
-        theirs = saved.get("schedule_types") or [
-            own.type if values else ""
-            for own, values in zip(schedules, saved["schedules"], strict=True)
-        ]
-        for own, other in zip(schedules, theirs, strict=True):
+        for own, other in zip(schedules, saved["schedule_types"], strict=True):
             if own.type != other:
                 raise CheckpointError(
                     f"the checkpoint was trained with {other or 'no schedule'}, this training has "
@@ -198,7 +189,7 @@ class TrainingState:
                 fix="call training.keep(...) with the same objects as the run that saved it; if this is"
                 " another training, give it another folder.",
             )
-        if ("exponents" in (_strategy_state(saved) or {})) != self._reproducible:
+        if ("exponents" in (saved["strategy"] or {})) != self._reproducible:
             raise CheckpointError(
                 "the checkpoint and this training differ in `reproducible`.",
                 why="the setting changes the bits of every step.",
@@ -234,11 +225,3 @@ class TrainingState:
 
 def _is_optional(thing: Any) -> bool:
     return getattr(thing, "is_optional", False) is True
-
-
-def _strategy_state(saved: dict[str, Any]) -> Any:
-    """The state of the strategy; checkpoints of version 1 have its parts at the top."""
-    if "strategy" in saved or saved.get("exact") is None:
-        return saved.get("strategy")
-    exponents = [exponent for each in saved["exact"] for exponent in each or []]
-    return {"exponents": exponents or None, "threads": saved["threads"]}
