@@ -74,7 +74,7 @@ def _older(folder: Path) -> None:
     (folder / record.FILE).unlink()
     path = folder / f"checkpoints/step-{STEP}" / manifest.NAME
     *_, body = path.read_text().split('"', 4)
-    body = '"' + body.replace('"format": 2', '"format": 1')
+    body = '"' + body.replace('"format": 3', '"format": 1')
     path.write_text(f'{{"sha256": "{hashlib.sha256(body[:-1].encode()).hexdigest()}{body}')
 
 
@@ -131,9 +131,9 @@ CASES = {
     ),
     "of an older version": Case(
         _older,
-        report=(OK, "it has format 1, and this release reads 2 and 3"),
+        report=(OK, "it has format 1, and this release reads 3"),
         top=(OK, "There is no clock.jsonl: the run was made by an older version"),
-        ls=(OK, "it has format 1, and this release reads 2 and 3"),
+        ls=(OK, "it has format 1, and this release reads 3"),
         check=(DATA, f"step {STEP}: cannot be read"),
     ),
     "of 4,096 ranks": Case(
