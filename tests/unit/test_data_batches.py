@@ -122,6 +122,18 @@ def test_samples_and_their_randomness_are_the_same_for_any_workers_and_micro_bat
             batches.close()
 
 
+@pytest.mark.parametrize("micro_batch", [1, 3, 5])
+def test_sample_ids_computed_in_blocks_are_those_of_the_order(
+    job: Job, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.data.loader._BLOCK", 4)  # micro-batches cross the ends of blocks
+    data = TensorDataset(torch.arange(13))
+    seen = _everything(Batches(job, data, global_batch=5, micro_batch=micro_batch))
+    ids = [row[0] for step in _samples(seen) for row in step]
+    orders = [Permutation(13, rng.key(7, rng.SHUFFLE, epoch))(np.arange(13)) for epoch in (0, 1)]
+    assert ids == np.concatenate(orders).tolist()
+
+
 def test_a_step_has_its_position_and_size(job: Job) -> None:
     seen = _everything(Batches(job, Augmented(7), global_batch=4, micro_batch=3), epochs=1)
     assert [where for where, _ in seen] == [
