@@ -214,22 +214,6 @@ def test_workers_that_read_different_streams_are_found(
     assert "begins with different samples" in caplog.text
 
 
-def test_a_step_without_an_own_sample_is_no_other_stream(
-    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paceline.log._shown.clear()
-    batches = Batches(job, Sharded(6), global_batch=1, workers=1)
-    # Rank 1 of 2 has no sample in the first step, so its worker has read none.
-    reader = StreamReader(
-        Sharded(6), StreamPlan(1, 1, 1, 2), ReadErrors(1, 2), sample_randomness=True, collate=list
-    )
-    monkeypatch.setattr(batches._loader, "_reader", reader)
-    parts = list(batches._loader._parts(START, 1, False))  # type: ignore[attr-defined]
-    batches.close()
-    assert [getattr(part, "first_digest", None) == 0 for part in parts[:2]] == [True, False]
-    assert "different samples" not in caplog.text
-
-
 class Failing(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Any]:
         yield from range(3)
