@@ -90,15 +90,9 @@ class Store:
 
     def read(self, path: str, offset: int, size: int) -> bytearray:
         """Read bytes of a file; fewer if it is shorter."""
-        data = bytearray(size)
-        view, done = memoryview(data), 0
-        with open(self._path(path), "rb", buffering=0) as file:
+        with open(self._path(path), "rb") as file:
             file.seek(offset)
-            while done < size and (count := file.readinto(view[done:])):
-                done += count
-        view.release()
-        del data[done:]
-        return data
+            return bytearray(file.read(size))
 
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
         """Write a new file and flush it to disk. Creates its folder."""
