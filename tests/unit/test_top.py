@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from run_folders import write_folder
 
 from paceline.cli import top as command
 from paceline.clock import record
 from paceline.clock.record import Window
-from paceline.clock.step_clock import BACKWARD, COMMUNICATION, DATA, PHASES, Times
+from paceline.clock.step_clock import PHASES
 from paceline.exit_codes import ExitCode
-from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.live import RankBars, choose_ranks, letters
 from paceline.report.frame import follow, frame, read
 from paceline.report.run import RunReader, load
@@ -25,28 +25,12 @@ from paceline.report.run import RunReader, load
 NOW = 1e9 + 21.0
 
 
-def _times(own: float, wait: float) -> Times:
-    spent = [0.0] * len(PHASES)
-    spent[DATA], spent[BACKWARD], spent[COMMUNICATION] = 0.1, own, wait
-    return Times(steps=5, spent_s=spent)
-
-
 def _write(folder: Path, *, ranks: int = 2, last: int = 20, **facts: Any) -> None:
     """A run of 50 steps, 5 in each window of a second; the last rank is the slowest."""
-    clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
-    known = {"time": 1e9, "total_steps": 50, "world_size": ranks, "device": "cpu", "restarts": 1}
-    clock.log(0, {"run": known | facts})
-    for step in range(5, last + 1, 5):
-        metrics.log(step, {"epoch": 1, "time_s": step / 5, "loss": 1 / step})
-        rows = []
-        for rank in range(ranks):
-            own = 0.3 + 0.5 * (rank + 1) / ranks
-            rows.append(record.pack_row(_times(own, 0.9 - own), 2e9, 0.5))
-        window = Window.from_rows(step, rows, time=1e9 + step, samples=40)
-        line = window.to_line() | {"tokens": facts.get("tokens", 0)}
-        clock.log(step, line)
-    clock.close()
-    metrics.close()
+    own_s = [0.06 + 0.1 * (rank + 1) / ranks for rank in range(ranks)]
+    spent_s = [{"data": 0.02, "backward": own, "communication": 0.18 - own} for own in own_s]
+    known = {"total_steps": 50, "restarts": 1} | facts
+    write_folder(folder, spent_s, steps=last, window=5, **known)
 
 
 def _shown(folder: Path, *, width: int = 100, silence_s: float = 1.0) -> str:
@@ -88,14 +72,11 @@ def test_the_advice_of_the_report_is_shown_while_the_run_goes_on(tmp_path: Path)
 
 def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
     """The newest windows hold the whole stall, and a small part of the time until the next."""
-    clock = JSONLines(tmp_path / record.FILE)
-    clock.log(0, {"run": {"time": 1e9, "total_steps": 5000, "world_size": 1, "device": "cpu"}})
-    for step in range(5, 3005, 5):
-        times = _times(0.9, 0.0)
-        times.spent_s[PHASES.index("checkpoint")] = 5.0 * (step == 2980)
-        rows = [record.pack_row(times, 2e9, 0.5)]
-        clock.log(step, Window.from_rows(step, rows, time=1e9 + step, samples=40).to_line())
-    clock.close()
+    write_folder(tmp_path, [{"data": 0.02, "backward": 0.18}], steps=3000, window=5)
+    path = tmp_path / record.FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-5]["spent_s"]["checkpoint"] = [5.0]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load(str(tmp_path)).findings == []
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as text:

@@ -31,10 +31,9 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 div.table { overflow-x: auto; }
-summary { cursor: pointer; color: var(--link); margin: .5rem 0; }
 figure { margin: .5rem 0; }
 figure > div { width: 100%; }
-a, summary:focus-visible { color: var(--link); }
+a { color: var(--link); }
 nav ul { padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1rem; list-style: none; }
 """
 _SCRIPT = """
@@ -54,7 +53,6 @@ function show() {
 dark.addEventListener("change", show);
 show();
 """
-_ROWS_SHOWN = 12  # longer tables are folded
 
 
 def to_markdown(title: str, sections: Sequence[Section]) -> str:
@@ -130,15 +128,12 @@ def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
             label = html.escape(section.alt, quote=True)
             yield f'<figure role="img" aria-label="{label}"><div id="chart{number}"></div></figure>'
         if section.table is not None:
-            yield from _table(section.table, folded=section.chart is not None)
+            yield from _table(section.table)
         yield "</section>"
     yield "</main>"
 
 
-def _table(table: Table, *, folded: bool) -> Iterator[str]:
-    is_folded = folded and len(table.rows) > _ROWS_SHOWN
-    if is_folded:
-        yield f"<details><summary>{len(table.rows)} rows</summary>"
+def _table(table: Table) -> Iterator[str]:
     yield '<div class="table"><table><thead><tr>'
     yield "".join(f'<th scope="col">{_inline(name)}</th>' for name in table.head)
     yield "</tr></thead><tbody>"
@@ -146,5 +141,3 @@ def _table(table: Table, *, folded: bool) -> Iterator[str]:
         cells = "".join(f"<td>{_inline(text)}</td>" for text in rest)
         yield f'<tr><th scope="row">{_inline(first)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
-    if is_folded:
-        yield "</details>"

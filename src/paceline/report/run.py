@@ -317,16 +317,13 @@ def _checkpoints(path: Path) -> tuple[list[tuple[int, int, float]], list[str]]:
         if not folder.is_dir():
             continue
         store = open_store(str(folder))
-        failed: dict[int, tuple[str, str]] = {}
         for step, name in folders(store).items():
             try:
                 manifest = read_manifest(store, step, name)
             except (Damaged, PacelineError, OSError) as error:
-                failed[step] = name, str(error).splitlines()[0].removesuffix(".")
+                if name in folders(store).values():  # otherwise the run has just removed it
+                    why = str(error).splitlines()[0].removesuffix(".")
+                    damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
                 continue
             found.append((step, manifest.size_bytes, manifest.saved_at))
-        left = folders(store).values() if failed else ()
-        for step, (name, why) in failed.items():
-            if name in left:  # otherwise the run has just removed it
-                damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
     return sorted(found), damaged
