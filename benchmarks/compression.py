@@ -4,8 +4,7 @@
 
 Two ranks train a network with 33 MiB of gradients through Gloo. The sides take turns in one job, a round of
 steps each. For the shaped link each rank runs in a network namespace of its own (root and `ip`, `tc` of
-iproute2 are needed). The table shows medians over rounds, ratios to no compression with their quartiles, and
-what the log says of bytes and of the error.
+iproute2 are needed). The table shows medians over rounds, and ratios to no compression with their quartiles.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.parallel import compression
 
 SIDES: dict[str, Any] = {
     "none": None,
@@ -58,7 +56,6 @@ class Side:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         training = paceline.Training(job, self.model, optimizer, batches, desync_every=0)
         self.steps: Iterator[Any] = iter(training.steps())
-        self.bytes = sum(p.numel() * p.element_size() for p in net.parameters())
 
     def round(self, count: int) -> float:
         """Run `count` steps; returns the median time of a step in seconds."""
@@ -77,28 +74,16 @@ class Side:
 
 def work(rounds: int, steps: int, out: Path) -> None:
     """One rank of the job."""
-    errors = {}
     with paceline.join() as job:
         sides = {name: Side(job, compress) for name, compress in SIDES.items()}
-        saved = {}
-        for name, side in sides.items():
-            inner = getattr(side.model, "compression", None)
-            compression.MEASURE_EVERY = 8
-            for _ in range(9):  # the ninth step is measured
-                side.round(1)
-            if inner is not None:
-                size, squares = inner.measurement()
-                saved[name] = size
-                error = sum(map(float, squares[::2])) / sum(map(float, squares[1::2]))
-                errors[name] = error**0.5
-        compression.MEASURE_EVERY = 1 << 40
+        for side in sides.values():
+            side.round(3)
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
                 times[name].append(side.round(steps))
         if job.rank == 0:
-            sent = {name: side.bytes - saved.get(name, 0) for name, side in sides.items()}
-            out.write_text(json.dumps({"times": times, "sent": sent, "errors": errors}))
+            out.write_text(json.dumps(times))
 
 
 @contextmanager
@@ -138,7 +123,7 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
+def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str, list[float]]:
     script = [
         __file__,
         "--worker",
@@ -165,7 +150,7 @@ def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str,
             ]
             if codes := [code for process in running if (code := process.wait())]:
                 sys.exit(f"a node ended with {codes}")
-    result: dict[str, Any] = json.loads(out.read_text())
+    result: dict[str, list[float]] = json.loads(out.read_text())
     return result
 
 
@@ -187,16 +172,14 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = measure(network, arguments, Path(folder) / "out.json")
-        plain = found["times"]["none"]
-        for name, times in found["times"].items():
+        plain = found["none"]
+        for name, times in found.items():
             ratios = [own / other for own, other in zip(times, plain, strict=True)]
             quartiles = statistics.quantiles(ratios, n=4)
             rows.append(
                 {
                     "network": network if network == "loopback" else f"link of {arguments.rate}",
                     "compress": name,
-                    "sent_mib": found["sent"][name] / 2**20,
-                    "relative_error": found["errors"].get(name, 0.0),
                     "step_ms": 1e3 * statistics.median(times),
                     "ratio": statistics.median(ratios),
                     "quartiles": [quartiles[0], quartiles[2]],

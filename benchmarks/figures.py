@@ -96,8 +96,6 @@ TABLES: dict[str, dict[str, Cell]] = {
     "compression": {
         "network": plain("network"),
         "`compress`": plain("compress"),
-        "MiB sent per step": lambda row: f"{row['sent_mib']:.3g}",
-        "relative error": lambda row: f"{row['relative_error']:.4f}",
         "step": time("step_ms", 1e3),
         "ratio": ratio("ratio", "quartiles"),
     },

@@ -109,29 +109,9 @@ NAMES = (
     ),
     # parallel
     PrivateName(
-        "torch.distributed.Reducer._autograd_hook",
-        why="no public call has DDP lay out its buckets before the first backward",
-        without="a training resumed on 3 or more ranks over Gloo or NCCL is exact to rounding only",
-    ),
-    PrivateName(
-        "torch.distributed.Reducer._reset_state",
-        why="no public call tells DDP that no backward follows a forward",
-        without="a forward without a backward inside a step may break DDP's reduction",
-    ),
-    PrivateName(
         "torch.distributed.Reducer._check_reducer_finalized",
         why="DDP reports an unfinished reduction only in its next forward",
         without="a parameter that a backward did not reach is reported one step later, by torch",
-    ),
-    PrivateName(
-        "torch.distributed.Reducer._get_zeros_like_grad_buckets",
-        why="which parameters a user's own DistributedDataParallel waits for is stored in its buckets only",
-        without="parameters frozen or unfrozen after DistributedDataParallel(...) are not named",
-    ),
-    PrivateName(
-        "torch.nn.BatchNorm1d._check_input_dim",
-        why="torch's forward calls it; SyncBatchNorm takes inputs of the layer that it replaces",
-        without="the shape of SyncBatchNorm's input is not checked",
     ),
     PrivateName(
         "torch._subclasses.FakeTensorMode",

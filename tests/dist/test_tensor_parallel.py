@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
 
 import paceline
 from paceline import Mesh
-from paceline.machine import Memory
 from paceline.testing import run_ranks
 
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -303,30 +302,6 @@ def _refused(job: Any, kind: str) -> None:
 def test_data_ranks_need_fsdp() -> None:
     for found in run_ranks(refusals, _refused, [""], nproc=4, mesh=Mesh(tp=2, dp_shard=2)):
         assert "would not be summed over the 2 data ranks" in found[""][1]
-
-
-def _fits(job: Any, available: int) -> list[str]:
-    found = []
-    for split in (False, True):
-        net: nn.Module = GPT()
-        if split:
-            net = paceline.tensor_parallel(job, net)
-        with pytest.MonkeyPatch.context() as patch:
-            memory = Memory(host_bytes=available)
-            patch.setattr("paceline.parallel.fsdp.read_memory", lambda memory=memory: memory)
-            try:
-                paceline.fsdp(job, net, blocks=Block)
-                found.append("")
-            except paceline.ConfigError as error:
-                found.append(error.what)
-    return found
-
-
-def test_a_block_that_fits_a_rank_when_it_is_split_is_not_refused() -> None:
-    whole = sum(p.nbytes for p in GPT().layers[0].parameters())
-    for plain, split in run_ranks(_fits, whole - 1, nproc=2, mesh=Mesh(tp=2)):
-        assert "the parameters of layers.0 need" in plain
-        assert split == ""
 
 
 @pytest.mark.ci

@@ -995,7 +995,7 @@ def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
     assert {name for name, _ in found.values()} == {"StepError"}
     texts = {kind: text for kind, (_, text) in found.items()}
     assert "this rank has 3 micro-batches in this step" in texts["several"]
-    assert "may have to run them again" in texts["reproducible"]
+    assert "`step.batch` cannot stand for that loop" in texts["reproducible"]
     assert "has begun already" in texts["in the loop"]
     assert "has begun already" in texts["both"]
     assert "read after the micro-batches of the step had ended" in texts["after"]

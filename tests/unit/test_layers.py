@@ -59,6 +59,7 @@ MAY_DEFER = {
     "metrics/report.py": "rich takes 30 ms, and only a progress bar needs it",
     "metrics/usage.py": "psutil takes 20 ms, and only runs with a report need it",
     "parallel/modules.py": "FSDP2 takes 0.5 s, and only sharded models need it",
+    "parallel/strategies.py": "FSDP2 takes 0.5 s, and only sharded models need it",
     "training/trainer.py": "FSDP2 takes 0.5 s, and only split models need it",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",

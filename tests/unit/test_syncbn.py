@@ -34,8 +34,8 @@ def test_converts_in_place_and_keeps_the_state() -> None:
         assert [type(m) for m in syncbn.batchnorms(net)] == [syncbn.SyncBatchNorm] * 2
         assert net.state_dict().keys() == before.keys()
         assert syncbn.batchnorms(net)[0].running_mean is net.stem[1].running_mean
-        with pytest.raises(ValueError, match="expected 4D input"):
-            net.stem[1](torch.ones(3, 2))
+        with pytest.raises(ValueError, match="expected at least 2D input"):
+            net.stem[1](torch.ones(3))
         assert syncbn.plain_batchnorms(net) == []
         syncbn.sync_batchnorm(job, net)  # again is harmless
         net.load_state_dict(Net().state_dict())

@@ -1,44 +1,62 @@
 """`ddp`: a front to `torch.nn.parallel.DistributedDataParallel`, and the strategy that lets it sum gradients.
 
-It reports wrong models before training, with parameter names; torch reports indices later, or hangs.
-It fixes the bucket layout, so that a resumed run has the same one. torch's DDP reduces the gradients.
+It reports wrong models before training, with parameter names; torch reports indices later, or hangs. torch's
+DDP reduces the gradients.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline import torch_private
 from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch, num_micro_batches
-from paceline.errors import ConfigError, StepError
+from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
+from paceline.errors import ConfigError, StepError, listed
 from paceline.job.job import Job
-from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
+from paceline.parallel.compression import (
+    PowerSGD,
+    compress_gradients,
+    is_power_sgd,
+    refuse_compression,
+)
 from paceline.parallel.modules import (
     agree_on_parameters,
     allocate_meta,
     equalize_buffers,
+    find_wrapper,
     has_sparse_layer,
     owned_parameters,
     refuse_module,
     refuse_unfilled,
     refuse_wrapped,
     unreached_error,
+    unwrap,
+    warn_untrained,
 )
-from paceline.parallel.replica import Replica, ReplicaStrategy, known_parameters
+from paceline.parallel.strategy import Strategy
 from paceline.shm.group import ShmGroup
 
 DEFAULT_BUCKET_MB = 25.0
+# Attribute of a wrapper: the names and parameters that were trainable when DDP wrapped the model.
+_KNOWN = "_paceline_known"
+
+
+class Replica(DistributedDataParallel):
+    """torch's DDP, as `ddp` makes it.
+
+    Attributes:
+        compress: As given to `ddp`.
+    """
+
+    compress: str | PowerSGD | None = None
 
 
 def ddp(
@@ -54,20 +72,17 @@ def ddp(
     """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
     In a job of one process the module itself is returned. Otherwise the result is torch's own wrapper:
-    gradients are views into its buckets, and the bucket layout is final at once, so that a resumed run
-    sums in the same order as an uninterrupted one.
+    gradients are views into its buckets. torch lays the buckets out anew after the first step of a process,
+    so with Gloo or NCCL on 3 and more ranks a resumed run equals an uninterrupted one to rounding.
 
     Args:
         bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. Over Gloo and
             NCCL, on 3 and more ranks, the size changes the order of sums and so the last bits.
-        static_graph: Promise that all steps use the same parameters in the same way. torch then lays
-            its buckets out in the second step, so on 3 and more ranks a resumed run equals an
-            uninterrupted one to rounding only.
+        static_graph: Promise that all steps use the same parameters in the same way.
         find_unused: Search each forward for parameters that it does not use, or that are frozen. Slower.
         compress: Compress gradients before they are sent: "fp16" or "bf16" casts them, "powersgd" or
             `PowerSGD(rank=4)` approximates them. For slow networks; the result is no longer that of one
-            process. Every 100 steps the log gets `compression_error`, the relative error of the averaged
-            gradient, and `compression_saved_bytes`, what each rank did not have to send in that step.
+            process. PowerSGD begins anew when a training is resumed.
         init: For a module on the meta device: called with each submodule that has parameters or buffers of
             its own, when these are allocated, to fill them. None calls `reset_parameters`. Tied parameters
             stay tied.
@@ -81,9 +96,7 @@ def ddp(
     Collective: all ranks, once for each model, in the same order.
     """
     _refuse_options(bucket_mb, static_graph, find_unused)
-    is_sparse = has_sparse_layer(module)
-    is_final = not (static_graph or find_unused or is_sparse)
-    refuse_compression(compress, fixed_buckets=is_final, sparse=is_sparse)
+    refuse_compression(compress, sparse=has_sparse_layer(module))
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(
@@ -113,12 +126,9 @@ def ddp(
         known = known_parameters(wrapper)
         if isinstance(job.data.group, ShmGroup):
             job.data.group.share_gradients(p for _, p in known)
-        if (
-            is_final
-        ):  # else torch needs a real backward to learn the graph or the form of sparse gradients
-            _lay_out_buckets(wrapper)
         if compress is not None:
-            wrapper.compression = Compression(job, wrapper, compress, float(bucket_mb))
+            wrapper.compress = compress
+            compress_gradients(job, wrapper, compress)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
@@ -145,83 +155,39 @@ def _no_buffer_broadcast() -> dict[str, Any]:
     return {name: False}
 
 
-def _lay_out_buckets(wrapper: Replica) -> None:
-    """Have torch lay out its buckets now instead of after the first backward.
+def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Parameter], ...]:
+    """The parameters that the reducer waits for, whatever their `requires_grad` is now.
 
-    The layout decides where the ring algorithms of Gloo and NCCL cut a bucket, and so the order in which the
-    gradients of 3 and more ranks are added. Otherwise the first step of a resumed run would differ from the
-    same step of an uninterrupted run.
+    If the user has wrapped the model, they are found when `Training` is made.
     """
-    hook = torch_private.find("torch.distributed.Reducer._autograd_hook")
-    if hook is None:
-        return
-    known = known_parameters(wrapper)
-    # Existing gradients are copied: they are views into the buckets, which the zeros overwrite.
-    gradients = [None if p.grad is None else p.grad.clone() for _, p in known]
-    for _, p in known:
-        p.grad = None
-    module = wrapper.module
-    device = known[0][1].device
-    # Two rounds: torch lays out the buckets in the second forward, after it has seen a backward. With the
-    # shm backend the buckets move into shared memory in the second backward, while no gradient is a view.
-    wrapper.module = _HookCaller(hook, wrapper.reducer, len(known))
-    try:
-        for _ in range(2):
-            with torch.enable_grad():
-                wrapper(torch.zeros((), device=device, requires_grad=True)).backward()
-            for _, p in known:
-                p.grad = None
-    finally:
-        wrapper.module = module
-    for (_, p), gradient in zip(known, gradients, strict=True):
-        p.grad = gradient
+    known: tuple[tuple[str, nn.Parameter], ...] | None = wrapper.__dict__.get(_KNOWN)
+    if known is None:
+        known = tuple(
+            (name, p)
+            for name, p in wrapper.module.named_parameters()
+            if p.requires_grad and name not in wrapper.parameters_to_ignore
+        )
+        wrapper.__dict__[_KNOWN] = known
+    return known
 
 
-class _HookCaller(nn.Module):
-    """A module whose backward calls the reducer's hooks and computes no gradient.
-
-    A real backward of zeros would also fire the hooks of users, and some of those step an optimizer.
-    """
-
-    def __init__(self, hook: Any, reducer: Any, count: int) -> None:
-        super().__init__()
-        self._arguments = hook, reducer, count
-
-    def forward(self, anchor: torch.Tensor) -> torch.Tensor:
-        apply: Any = _CallHooks.apply
-        output: torch.Tensor = apply(anchor, *self._arguments)
-        return output
+def set_sync(wrappers: Sequence[DistributedDataParallel], on: bool) -> None:
+    """Set whether the backward of the next forward reduces gradients, as `no_sync` does."""
+    for wrapper in wrappers:
+        # nn.Module.__setattr__ would take a microsecond.
+        wrapper.__dict__["require_backward_grad_sync"] = on
 
 
-class _CallHooks(torch.autograd.Function):
-    """Calls the hooks inside a backward, because torch allows the reducer's final callback only there."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, hook: Any, reducer: Any, count: int
-    ) -> torch.Tensor:
-        ctx.arguments = hook, reducer, count
-        return anchor.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        hook, reducer, count = ctx.arguments
-        # In the order of a real backward, which is the order of the layout.
-        for index in reversed(range(count)):
-            hook(reducer, index)
-        return None, None, None, None
-
-
-class DDPStrategy(ReplicaStrategy):
+class DDPStrategy(Strategy):
     """Gradients are averaged by torch's DDP in the last backward of a step."""
 
-    def _prepare(self, batches: Batches) -> None:
-        super()._prepare(batches)
-        size = self._job.data.size
-        self.divisor = size
-        self.needs_equal_micro_batches = size > 1
+    def prepare(self, batches: Batches) -> None:
+        self.divisor = self._job.data.size
+        self.needs_equal_micro_batches = True
+        self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
         self._refuse_static_accumulation(batches)
+        # For each optimizer: how many parameters it had at the last check, and how many of them a gradient.
+        self._numbers_checked: dict[int, tuple[int, int]] = {}
         self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
         for optimizer in self._optimizers:
             owned = {id(p) for p in owned_parameters(optimizer)}
@@ -230,8 +196,6 @@ class DDPStrategy(ReplicaStrategy):
                 for wrapper in self._wrappers
                 if any(id(p) in owned for p in wrapper.module.parameters())
             ]
-        self._compressions = [c for w in self._wrappers if (c := getattr(w, "compression", None))]
-        self.keeps_token_divisor = any(c.has_feedback for c in self._compressions)
 
     def _refuse_static_accumulation(self, batches: Batches) -> None:
         """torch's DDP records a static graph in its first backward, which must be a reduced one."""
@@ -243,9 +207,12 @@ class DDPStrategy(ReplicaStrategy):
                 fix="leave static_graph out, or make micro_batch the rank's whole share.",
             )
 
+    def check(self) -> None:
+        check_parameters(self._job, self._models, self._optimizers)
+
     def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         may_skip = precision == "fp16" or skips_non_finite
-        if may_skip and any(c.has_feedback for c in self._compressions):
+        if may_skip and any(is_power_sgd(getattr(w, "compress", None)) for w in self._wrappers):
             option = "precision='fp16'" if precision == "fp16" else "on_non_finite='skip'"
             raise ConfigError(
                 f"{option} cannot be combined with PowerSGD.",
@@ -253,9 +220,13 @@ class DDPStrategy(ReplicaStrategy):
                 fix="use precision='bf16' and on_non_finite='raise', or compress='fp16'.",
             )
 
-    def before_forward(self, micro: MicroBatch) -> None:
-        super().before_forward(micro)
-        self._set_sync(micro.is_last)
+    def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
+        for micro in super().micro_batches(step):
+            set_sync(self._wrappers, micro.is_last)
+            yield micro
+        # A forward without a backward, for example to print an accuracy, would have the reducer expect a
+        # backward, and reduce in the first one of the next step.
+        set_sync(self._wrappers, False)
 
     def backward(
         self,
@@ -263,42 +234,29 @@ class DDPStrategy(ReplicaStrategy):
         start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
-    ) -> None:
-        if micro.is_last and self._job.data.size > 1:
+    ) -> bool:
+        if micro.is_last:
             watch_backward(loss)
-        super().backward(loss, start, micro, inputs)
+        return super().backward(loss, start, micro, inputs)
 
     def finish(self, optimizer: Optimizer) -> None:
-        super().finish(optimizer)
+        parameters = owned_parameters(optimizer)
+        numbers = (len(parameters), sum(p.grad is not None for p in parameters))
+        if numbers != self._numbers_checked.get(id(optimizer)):
+            self.check()  # some were added to the optimizer, frozen or unfrozen
+            self._numbers_checked[id(optimizer)] = numbers
         for wrapper in self._wrappers_of[id(optimizer)]:
             _refuse_unused(self._job, wrapper, self._optimizers)
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        set_sync(self._wrappers, True)
 
     def facts(self) -> dict[str, Any]:
         return {
             "bucket_bytes": max((w.bucket_bytes_cap for w in self._wrappers), default=0),
-            "compress": any(getattr(w, "has_hook", False) for w in self._wrappers),
+            "compress": any(getattr(w, "compress", None) for w in self._wrappers),
         }
-
-    def measurements(self) -> dict[str, Any]:
-        found = [m for c in self._compressions if (m := c.measurement())]
-        if not found:
-            return {}
-        squares = [square for _, each in found for square in each]
-        errors, gradients = (torch.stack(each).sum() for each in zip(*squares, strict=True))
-        return {
-            "compression_error": (errors / gradients).sqrt(),
-            "compression_saved_bytes": sum(saved for saved, _ in found),
-        }
-
-    def state_dict(self) -> Any:
-        states = [compression.state_dict() for compression in self._compressions]
-        return {"compression": states} if any(states) else None
-
-    def load_state_dict(self, state: Any) -> None:
-        states = (state or {}).get("compression") or []
-        for compression, each in zip_longest(self._compressions, states):
-            if compression is not None:  # else the training no longer compresses
-                compression.load_state_dict(each)
 
 
 def _refuse_unused(
@@ -339,3 +297,73 @@ def _refuse_unused(
         fix=fix,
         parameters=[],
     ) from cause
+
+
+def check_parameters(
+    job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse parameters whose gradients are not summed over ranks; warn about untrained ones.
+
+    Raises:
+        StepError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
+    """
+    if job.data.size > 1:
+        wrappers = [w for w in map(find_wrapper, models) if w is not None]
+        # An optimizer may own parameters of several models, each with a wrapper of its own.
+        handled = {id(p) for wrapper in wrappers for p in _handled_parameters(wrapper)}
+        for model in models:
+            _refuse_unknown(job, model, owned_parameters(*optimizers), handled)
+        for wrapper in wrappers:
+            _refuse_frozen(job, wrapper)
+    for model in models:
+        warn_untrained(model, optimizers)
+
+
+def _refuse_unknown(
+    job: Job, model: nn.Module, owned: Sequence[torch.Tensor], handled: set[int]
+) -> None:
+    inner = unwrap(model)
+    trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
+    named = {id(p): name for name, p in inner.named_parameters()}
+    unknown = [
+        named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
+        for key, p in trainable.items()
+        if key not in handled
+    ]
+    if not unknown:
+        return
+    if find_wrapper(model) is None:
+        why = "the model is not wrapped, so each rank would train its own copy."
+        fix = "model = paceline.ddp(job, model)."
+    else:
+        why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
+        fix = (
+            "call paceline.ddp(...) when all parameters are in the model and unfrozen, and give the result "
+            "to Training. To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
+        )
+    raise StepError(
+        f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
+        where=job.where(),
+        why=why,
+        fix=fix,
+        parameters=unknown,
+    )
+
+
+def _refuse_frozen(job: Job, wrapper: DistributedDataParallel) -> None:
+    frozen = [name for name, p in known_parameters(wrapper) if not p.requires_grad]
+    if frozen and not wrapper.find_unused_parameters:
+        raise StepError(
+            f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
+            where=job.where(),
+            why="DDP waits for each parameter that was trainable when it wrapped the model.",
+            fix="call requires_grad_(False) before paceline.ddp(...). To freeze and unfreeze during the "
+            "training, use ddp(..., find_unused=True).",
+            parameters=frozen,
+        )
+
+
+def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    ignored = wrapper.parameters_to_ignore
+    ignored_parameters = [p for name, p in wrapper.module.named_parameters() if name in ignored]
+    return [p for _, p in known_parameters(wrapper)] + ignored_parameters

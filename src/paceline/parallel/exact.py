@@ -17,23 +17,22 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from paceline import torch_private
 from paceline.data.batches import Batches
+from paceline.data.device import copy_tensors
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.modules import has_sparse_layer, owned_parameters, unwrap
-from paceline.parallel.replica import ReplicaStrategy
+from paceline.parallel.ddp import check_parameters, set_sync
+from paceline.parallel.modules import find_wrapper, has_sparse_layer, owned_parameters, unwrap
 from paceline.parallel.strategy import Strategy
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
@@ -50,16 +49,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ExactStrategy(ReplicaStrategy):
-    """Exact integer sums of the gradients, in place of DDP's reduction."""
+class ExactStrategy(Strategy):
+    """Exact integer sums of the gradients, in place of DDP's reduction; on one process too."""
 
-    repeats_steps = True
-    is_reproducible = True
-    keeps_token_divisor = True
+    loss_unit = _LOSS_GRID
 
-    def _prepare(self, batches: Batches) -> None:
-        super()._prepare(batches)
-        if any(getattr(wrapper, "compression", None) for wrapper in self._wrappers):
+    def prepare(self, batches: Batches) -> None:
+        self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
+        if any(getattr(wrapper, "compress", None) for wrapper in self._wrappers):
             raise ConfigError(
                 "reproducible training cannot compress gradients.",
                 why="it sums them exactly, so that the result does not depend on the number of ranks.",
@@ -99,10 +96,8 @@ class ExactStrategy(ReplicaStrategy):
         self._step_offset = 0
         _fix_kernels(self._job)
 
-    @classmethod
-    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        alone = Strategy.fits(job, models, optimizers)
-        return alone or super().fits(job, models, optimizers)
+    def check(self) -> None:
+        check_parameters(self._job, self._models, self._optimizers)
 
     def _trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of the optimizers that require a gradient now; later it may be others."""
@@ -114,20 +109,24 @@ class ExactStrategy(ReplicaStrategy):
     def _sum_of(self, parameters: Sequence[torch.Tensor]) -> ExactSum:
         return ExactSum(self._job, parameters, most_micro_batches=self._most_micro_batches)
 
-    def begin_step(self, step: PlannedStep) -> None:
-        super().begin_step(step)
+    def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
         self._step_offset = step.offset
         if not self._sum.has(trained := self._trained_parameters()):
             self._sum = self._sum_of(trained)
-        self._sum.begin()
-        for batchnorm in self._batchnorms:
-            batchnorm.begin(-(-step.num_samples // self._micro_batch))
-        self._buffers_before = self._read_other_buffers()
-
-    def before_forward(self, micro: MicroBatch) -> None:
-        super().before_forward(micro)
-        self._set_sync(False)  # until the loop is left
-        self._earlier_forwards = self._num_forwards()
+        set_sync(self._wrappers, False)  # until the loop is left
+        micros = list(step)
+        is_done = False
+        while not is_done:
+            self._sum.begin()
+            for batchnorm in self._batchnorms:
+                batchnorm.begin(-(-step.num_samples // self._micro_batch))
+            self._buffers_before = self._read_other_buffers()
+            for each in micros:
+                self._earlier_forwards = self._num_forwards()
+                # The loop may change its batch in place, and must get it unchanged if the step is repeated.
+                batch = copy_tensors(each.batch)
+                yield MicroBatch(batch, each.count, each.offset, each.is_last, each.is_ghost)
+            is_done = self._end_micro_batches()
 
     def _num_forwards(self) -> torch.Tensor:
         """The forwards of each BatchNorm layer so far, on its device; reading them would wait for it."""
@@ -152,7 +151,7 @@ class ExactStrategy(ReplicaStrategy):
         start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
-    ) -> None:
+    ) -> bool:
         uses = self._num_forwards() - self._earlier_forwards
         torch.autograd.backward(loss, start, inputs=inputs)
         # Forwards of activation checkpointing in this backward do not count as uses.
@@ -161,8 +160,10 @@ class ExactStrategy(ReplicaStrategy):
         index = (micro.offset - self._step_offset) // self._micro_batch
         for batchnorm, each in zip(self._batchnorms, uses, strict=True):
             batchnorm.record(index, each)
+        return False
 
-    def end_micro_batches(self) -> bool:
+    def _end_micro_batches(self) -> bool:
+        """Sum the gradients of all ranks. False, on all ranks, if the step must be repeated."""
         names = [name for name, _, _ in self._other_buffers]
         for name, before, now in zip(
             names, self._buffers_before, self._read_other_buffers(), strict=True
@@ -179,10 +180,11 @@ class ExactStrategy(ReplicaStrategy):
         if fitted:
             self._update_batchnorms()
             self._sum.finish()
-        return not fitted
+        return fitted
 
     def leave_step(self) -> None:
         super().leave_step()
+        set_sync(self._wrappers, True)
         for batchnorm in self._batchnorms:
             batchnorm.restore()
 
@@ -207,9 +209,6 @@ class ExactStrategy(ReplicaStrategy):
             self._refuse_second_use(batchnorm, max(each))
         for batchnorm, each in zip(self._batchnorms, uses, strict=True):
             batchnorm.update([number > 0 for number in each])
-
-    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
         return {

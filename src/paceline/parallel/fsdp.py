@@ -22,17 +22,16 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from paceline import log
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
-from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
@@ -40,8 +39,6 @@ from paceline.parallel.modules import (
     broadcast_tensors,
     enclosing,
     equalize_buffers,
-    is_pipeline,
-    is_split,
     local,
     names_matching,
     owned_parameters,
@@ -53,8 +50,9 @@ from paceline.parallel.modules import (
     unreached_error,
     unwrap,
     warn_untrained,
+    whole,
 )
-from paceline.parallel.strategy import STRATEGIES, Strategy
+from paceline.parallel.strategy import Strategy, norms_over_ranks
 
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
@@ -72,7 +70,6 @@ def fsdp(
     blocks: Blocks | None = None,
     param_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
-    prefetch: int = 0,
     cpu_offload: bool = False,
     init: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -97,8 +94,6 @@ def fsdp(
             parameters keep theirs too.
         reshard_after_forward: Whether parameters of a block are freed after its forward and gathered again
             for its backward. False needs memory for all parameters and saves one gather.
-        prefetch: How many following blocks are gathered while one computes, besides what torch does by
-            itself.
         cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory. GPUs only.
         init: For a module on the meta device: called with each submodule that has parameters or buffers of
             its own, when these are allocated, to fill them. None calls `reset_parameters`. One block is
@@ -109,8 +104,8 @@ def fsdp(
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
-            one that cannot be initialised; a block is larger than the memory of the device; an entry of
-            `blocks` matches no submodule; the module is sharded already; an option has no effect.
+            one that cannot be initialised; an entry of `blocks` matches no submodule; the module is sharded
+            already; an option has no effect.
         RankDisagreement: the ranks' parameters or blocks differ; the error names the first difference.
 
     Collective: all ranks, once for each model, in the same order.
@@ -131,14 +126,11 @@ def fsdp(
         raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
     if cpu_offload and job.device.type == "cpu":
         raise ConfigError("cpu_offload has no effect: this rank computes on the CPU.")
-    if type(prefetch) is not int or prefetch < 0:
-        raise ConfigError(f"prefetch must be a number of blocks, got {prefetch!r}.")
     names = _block_names(module, _repeated_layer(job, module) if blocks is None else blocks)
     _refuse_tied_blocks(module, names)
     # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
     names.sort(key=lambda name: -name.count("."))
     layers = [*(module.get_submodule(name) for name in names), module]
-    _refuse_large_blocks(job, [*names, ""], layers)
     if is_meta:
         refuse_unfilled(module, init)
     else:
@@ -179,8 +171,6 @@ def fsdp(
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
-    if prefetch:
-        _prefetch(module, prefetch)
     equalize_buffers(job, module)
     module.__dict__[SPLIT_BY] = "paceline.fsdp"
     if job.rank > 0:
@@ -241,37 +231,6 @@ def _refuse_tied_blocks(module: nn.Module, names: Sequence[str]) -> None:
                 )
 
 
-def _refuse_large_blocks(job: Job, names: list[str], layers: list[nn.Module]) -> None:
-    """Refuse a block whose gathered parameters would not fit the device. Inner blocks come first."""
-    if job.device.type == "cpu":
-        memory = read_memory()
-        available = memory.limit_bytes or memory.host_bytes
-    else:
-        available = torch.get_device_module(job.device).mem_get_info(job.device)[1]
-    seen: set[torch.Tensor] = set()
-    for name, layer in zip(names, layers, strict=True):
-        own = set(layer.parameters()) - seen
-        seen |= own
-        size = sum(local(p).nbytes for p in own)  # of what tensor_parallel has left on this rank
-        if size > available:
-            raise ConfigError(
-                f"the parameters of {name or 'the module outside of its blocks'} need {format_bytes(size)}; "
-                f"the device has {format_bytes(available)}.",
-                why="the parameters of a block are gathered together on each rank.",
-                fix="name smaller submodules in blocks=, or split layers with paceline.tensor_parallel.",
-            )
-
-
-def _prefetch(module: nn.Module, number: int) -> None:
-    blocks: list[FSDPModule] = []
-    for layer in module.modules():
-        if isinstance(layer, FSDPModule) and layer is not module:
-            blocks.append(layer)
-    for at, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 1 + number])
-        block.set_modules_to_backward_prefetch(blocks[max(0, at - number) : at][::-1])
-
-
 def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
     wanted = [blocks] if isinstance(blocks, (type, str)) else list(blocks)
     found: dict[str, None] = {}
@@ -302,7 +261,7 @@ class FSDPStrategy(Strategy):
     It also serves models that are split by `tensor_parallel` alone.
     """
 
-    def _prepare(self, batches: Batches) -> None:
+    def prepare(self, batches: Batches) -> None:
         self.needs_equal_micro_batches = True  # each forward gathers parameters
         modules = [unwrap(model) for model in self._models]
         self._roots = [module for module in modules if isinstance(module, FSDPModule)]
@@ -313,10 +272,6 @@ class FSDPStrategy(Strategy):
                 fix="model = paceline.fsdp(job, model, blocks=...) after tensor_parallel.",
             )
         self._compared: Counter[torch.Tensor] = Counter()  # see `_refuse_partial`
-
-    @classmethod
-    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return all(map(is_split, models)) and not any(map(is_pipeline, models))
 
     def check(self) -> None:
         owned = {id(p) for p in owned_parameters(*self._optimizers)}
@@ -345,9 +300,10 @@ class FSDPStrategy(Strategy):
                 names=[],
             )
 
-    def before_forward(self, micro: MicroBatch) -> None:
-        super().before_forward(micro)
-        self._set_sync(micro.is_last)
+    def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
+        for micro in super().micro_batches(step):
+            self._set_sync(micro.is_last)
+            yield micro
 
     def backward(
         self,
@@ -355,7 +311,7 @@ class FSDPStrategy(Strategy):
         start: torch.Tensor,
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
-    ) -> None:
+    ) -> bool:
         if inputs is not None:
             raise ConfigError(
                 "fsdp differentiates all parameters of a loss, and `optimizer=` names some of them.",
@@ -363,7 +319,7 @@ class FSDPStrategy(Strategy):
                 why="autograd computes gradients of gathered parameters, which the optimizer does not hold.",
                 fix="one loss for all optimizers, `step.backward(loss)`; or paceline.ddp.",
             )
-        super().backward(loss, start, micro, inputs)
+        return super().backward(loss, start, micro, inputs)
 
     def _set_sync(self, on: bool) -> None:
         for root in self._roots:
@@ -373,9 +329,6 @@ class FSDPStrategy(Strategy):
     def leave_step(self) -> None:
         super().leave_step()
         self._set_sync(True)
-
-    def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return _whole(loss)  # with loss_parallel the loss is a DTensor
 
     def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         if precision == "fp16" and self._has_several_meshes():
@@ -455,8 +408,7 @@ class FSDPStrategy(Strategy):
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         own = self._own_norm(gradients, norm_type)
-        norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._job.group)
-        return norms[0].to(own.dtype)
+        return norms_over_ranks(self._job, own, norm_type, self._job.group)
 
     def _own_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The share of this rank in the norm: parts that several ranks hold count once over all ranks."""
@@ -487,20 +439,7 @@ class FSDPStrategy(Strategy):
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in unwrap(model).state_dict().items():
-            yield name, _whole(value) if isinstance(value, torch.Tensor) else value
+            yield name, whole(value) if isinstance(value, torch.Tensor) else value
 
     def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> StepError:
         return StepError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # Shards of FSDP first: torch warns of gathers in another order.
-    for dim in range(tensor.device_mesh.ndim - 1):
-        placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.full_tensor()
-
-
-STRATEGIES.append(FSDPStrategy)

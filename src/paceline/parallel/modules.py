@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor as a plain tensor, differentiable; any other tensor itself."""
+    if hasattr(tensor, "placements"):
+        from torch.distributed.tensor import Replicate
+
+        # Shards of FSDP first: torch warns of gathers in another order.
+        for dim in range(tensor.device_mesh.ndim - 1):
+            placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.full_tensor()
+    plain: torch.Tensor = tensor
+    return plain
+
+
 def compiled_module(model: nn.Module) -> nn.Module | None:
     return model._modules.get("_orig_mod")
 
@@ -133,7 +148,7 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
 
     Raises:
         ConfigError: a parameter has no shape or is on another device (`parameters`); no parameter is
-            trainable; on several ranks, a layer is torch's SyncBatchNorm, or a buffer is expanded.
+            trainable; on several ranks, a layer is torch's SyncBatchNorm.
     """
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -158,14 +173,6 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
             fix="unfreeze some with requires_grad_(True), or do not wrap it.",
         )
     refuse_torch_syncbn(job, module)
-    for name, buffer in module.named_buffers():
-        strides = zip(buffer.shape, buffer.stride(), strict=True)
-        if job.world_size > 1 and any(size > 1 and stride == 0 for size, stride in strides):
-            raise ConfigError(
-                f"buffer {name!r} was made by `expand`: several of its elements share memory.",
-                why="it gets the values of rank 0, and torch cannot write to such a tensor.",
-                fix="register a copy of it: buffer.clone().",
-            )
 
 
 def _fill_by_hand(module: nn.Module) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -24,7 +25,6 @@ from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,
     broadcast_state,
-    is_pipeline,
     owned_parameters,
     refuse_compiled,
     refuse_module,
@@ -35,7 +35,7 @@ from paceline.parallel.modules import (
 )
 from paceline.parallel.pipeline_stages import choose_stages, log_stages
 from paceline.parallel.stage_runner import SCHEDULES, StageRunner
-from paceline.parallel.strategy import STRATEGIES, ScheduledStep, Strategy
+from paceline.parallel.strategy import LossRun, Strategy, norms_over_ranks
 
 _BUCKET_BYTES = 25 << 20  # gradients that are summed together: the size of DDP's buckets
 
@@ -116,9 +116,7 @@ def pipeline(
 class PipelineStrategy(Strategy):
     """torch's schedules run a step's micro-batches; gradients are summed over data ranks after them."""
 
-    runs_micro_batches = True
-
-    def _prepare(self, batches: Batches) -> None:
+    def prepare(self, batches: Batches) -> None:
         if len(self._models) > 1 or len(self._optimizers) > 1:
             raise ConfigError(
                 f"training a pipeline supports one model and one optimizer, got {len(self._models)} and "
@@ -129,10 +127,6 @@ class PipelineStrategy(Strategy):
         self._times = (0.0, 0.0)
         self._bubble: torch.Tensor | None = None
         self._has_run = False
-
-    @classmethod
-    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return any(map(is_pipeline, models))
 
     def check(self) -> None:
         (model,) = self._models
@@ -156,11 +150,21 @@ class PipelineStrategy(Strategy):
                 fix="use 'bf16'.",
             )
 
-    def run_micro_batches(self, step: ScheduledStep) -> None:
-        self._has_run = step.num_micro_batches > 0
-        self._times = self._runner.run(step)
+    def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
+        raise StepError(
+            "the model is a pipeline, whose micro-batches cannot be run in a loop.",
+            where=self._job.where(),
+            why="its schedule runs the forwards and backwards of all micro-batches together.",
+            fix="step.run(lambda batch: (loss of model(x) and y, count)).",
+        )
 
-    def sum_loss_count(self, count: float | torch.Tensor) -> torch.Tensor:
+    def run(self, loss: LossRun) -> None:
+        number = loss.begin()
+        self._has_run = number > 0
+        self._times = self._runner.run(loss, number)
+        loss.end(self._sum_over_stages(loss.count))
+
+    def _sum_over_stages(self, count: float | torch.Tensor) -> torch.Tensor:
         """The count of the last stage, on all stages. The same all-reduce sums the times."""
         device = self._job.device
         own = torch.as_tensor(count, dtype=torch.float64, device=device)  # 0 on other stages
@@ -207,8 +211,7 @@ class PipelineStrategy(Strategy):
         own = torch.zeros((), device=self._job.device)
         if gradients:
             own = super().grad_norm(gradients, norm_type)
-        norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._runner.group)
-        return norms[0].to(own.dtype)
+        return norms_over_ranks(self._job, own, norm_type, self._runner.group)
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         return self._runner.whole_state()
@@ -257,6 +260,3 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         bucket.append(g)
     if bucket:
         yield bucket
-
-
-STRATEGIES.append(PipelineStrategy)

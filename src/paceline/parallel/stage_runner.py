@@ -45,7 +45,7 @@ from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import NoOutputOnThisStage, enclosing
 from paceline.parallel.pipeline_stages import LOOPED
 from paceline.parallel.stage_forward import SENDABLE, ModelPart
-from paceline.parallel.strategy import ScheduledStep
+from paceline.parallel.strategy import LossRun
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -107,9 +107,9 @@ class StageRunner:
 
     # A step.
 
-    def run(self, step: ScheduledStep) -> tuple[float, float]:
+    def run(self, step: LossRun, num_micro_batches: int) -> tuple[float, float]:
         """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
-        arguments = [self._capture(step, index) for index in range(step.num_micro_batches)]
+        arguments = [self._capture(step, index) for index in range(num_micro_batches)]
         shapes = [repr(_shapes(each)) for each in arguments]
         began, busy_s = time.perf_counter(), 0.0
         self._mode = "refuse"
@@ -149,7 +149,7 @@ class StageRunner:
                 indices = indices[count:]
 
     def _schedule_for(
-        self, step: ScheduledStep, indices: list[int], shape: str, arguments: _Arguments
+        self, step: LossRun, indices: list[int], shape: str, arguments: _Arguments
     ) -> _Schedule:
         """A schedule for these micro-batches. `arguments` are those of the first one."""
         key = len(indices), shape
@@ -168,7 +168,7 @@ class StageRunner:
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _templates(self, step: ScheduledStep, index: int, arguments: _Arguments) -> _Templates:
+    def _templates(self, step: LossRun, index: int, arguments: _Arguments) -> _Templates:
         """Find the shapes of what this rank's stages receive and return, with one forward of all stages."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -191,7 +191,7 @@ class StageRunner:
 
     def _compute_stage(
         self,
-        step: ScheduledStep,
+        step: LossRun,
         index: int,
         stage: int,
         arguments: _Arguments,
@@ -204,7 +204,7 @@ class StageRunner:
 
     def _compute_stage_or_loss(
         self,
-        step: ScheduledStep,
+        step: LossRun,
         index: int,
         stage: int,
         arguments: _Arguments,
@@ -252,7 +252,7 @@ class StageRunner:
 
     # The loss function of a step.
 
-    def _capture(self, step: ScheduledStep, index: int) -> _Arguments:
+    def _capture(self, step: LossRun, index: int) -> _Arguments:
         """The arguments with which the loss function calls the model."""
         self._mode = "capture"
         try:
@@ -269,7 +269,7 @@ class StageRunner:
             fix="call model(...) once for each micro-batch.",
         )
 
-    def _loss(self, step: ScheduledStep, index: int, output: Any) -> torch.Tensor:
+    def _loss(self, step: LossRun, index: int, output: Any) -> torch.Tensor:
         """The weighted loss of a micro-batch from the model's output, on the last stage."""
         self._mode, self._output = "output", output
         try:

@@ -27,12 +27,6 @@ from paceline.parallel.modules import is_pipeline, refuse_torch_syncbn, unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
-# Numbers of dimensions that the input of a layer may have.
-_DIMENSIONS: dict[type[nn.Module], Sequence[int]] = {
-    nn.BatchNorm1d: (2, 3),
-    nn.BatchNorm2d: (4,),
-    nn.BatchNorm3d: (5,),
-}
 
 
 class _Link:
@@ -62,16 +56,6 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
     ghost: bool
     link: _Link
-    original_class: type[nn.Module]  # before `sync_batchnorm`
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
-        self._check_dimensions(input)
-
-    def _check_dimensions(self, input: torch.Tensor) -> None:
-        allowed = _DIMENSIONS.get(self.original_class, range(2, 9))
-        if input.dim() not in allowed:
-            dimensions = " or ".join(f"{number}D" for number in allowed)
-            raise ValueError(f"expected {dimensions} input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise `input`, shape (N, C, ...).
@@ -80,9 +64,12 @@ class SyncBatchNorm(nn.BatchNorm1d):
             ConfigError: on all ranks, if all ranks together have fewer than two values per channel.
             StepError: in training mode after the job was left, or after unpickling.
         """
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
         if not self.training:
-            return super().forward(input)
-        self._check_dimensions(input)
+            mean, var = self.running_mean, self.running_var
+            use_batch = mean is None  # the layer keeps no statistics
+            return F.batch_norm(input, mean, var, self.weight, self.bias, use_batch, eps=self.eps)
         job = self.link.job
         if job is None:
             raise StepError(
@@ -287,7 +274,7 @@ def _convert(layer: nn.Module, link: _Link) -> None:
         # The class of the object is changed, as in torch's lazy modules, so that hooks, flags and
         # other references to the layer stay valid.
         layer.__dict__.pop("process_group", None)
-        layer.__dict__.update(original_class=type(layer), ghost=False)
+        layer.__dict__["ghost"] = False
         layer.__class__ = SyncBatchNorm
     layer.__dict__["link"] = link
 
@@ -331,6 +318,7 @@ class GhostMode:
     Synchronised layers give them weight 0. Plain layers run in eval mode.
 
     Attributes:
+        has_layers: Whether the models have any BatchNorm.
         synchronised: Whether any layer is synchronised, so that all ranks must run equally many forwards.
     """
 
@@ -339,6 +327,7 @@ class GhostMode:
         self._layers = [layer for layer in found if isinstance(layer, SyncBatchNorm)]
         self._plain = [layer for layer in found if not isinstance(layer, SyncBatchNorm)]
         self._paused: list[Any] = []
+        self.has_layers = bool(found)
         self.synchronised = bool(self._layers)
 
     def set(self, on: bool) -> None:

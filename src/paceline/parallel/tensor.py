@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 from paceline import log
 from paceline.errors import ConfigError
 from paceline.job.job import Job
-from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
 from paceline.parallel.modules import (
     SPLIT_BY,
     agree_on_parameters,

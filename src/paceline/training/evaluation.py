@@ -31,6 +31,7 @@ from paceline.errors import ConfigError, StepError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
+from paceline.parallel.ddp import Replica
 from paceline.parallel.modules import (
     PIPELINE,
     NoOutputOnThisStage,
@@ -41,7 +42,6 @@ from paceline.parallel.modules import (
     unwrap,
     wrapped_by,
 )
-from paceline.parallel.replica import Replica
 from paceline.training.precision import autocast_of
 
 _ROUNDING = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ from paceline.clock.step_clock import (
     OTHER,
     clock,
 )
-from paceline.data.device import copy_tensors
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import NonFinite, StepError, listed
@@ -35,7 +34,7 @@ from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.loss_graph import discard_gradients
-from paceline.parallel.modules import local
+from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.clipping import Clipping, clip
@@ -55,8 +54,7 @@ class StepContext:
         count_unit: "samples" or "tokens".
         checks_rows: Whether to check that a micro-batch holds all of its samples.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
-        token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
-            first step.
+        token_divisor: With count="tokens", what losses are divided by until the total of tokens is known.
         check_losses_until: Losses of steps below this number are checked for being sums.
         skips_non_finite: Whether a step is left out if its gradient is NaN or infinite.
         num_skipped: Steps that were left out for that since this training was made.
@@ -71,28 +69,31 @@ class StepContext:
     checks_rows: bool
     generator: torch.Generator
     dropout_key: int
-    token_divisor: float = 0.0
+    token_divisor: float
     check_losses_until: int = 0
     skips_non_finite: bool = False
     num_skipped: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
-    _start_for: tuple[float, float, torch.dtype] | None = None
+    _start_for: tuple[float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
         self.precision.leave()
         self.strategy.leave_step()
 
-    def start_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Initial gradient of backward, so that gradients are divided by `divisor`; shape ()."""
+    def start_of(
+        self, loss: torch.Tensor, divisor: float, count: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Initial gradient of backward, so that it is that of `count * loss / divisor`; shape ()."""
         # With a loss scale gradients are multiplied by the strategy's divisor after the last backward
         # instead. Here it would make fp16 gradients larger by the number of ranks, so that they overflow.
         undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
-        key = (undo, divisor, loss.dtype)
+        on_host = 1 if isinstance(count, torch.Tensor) else count
+        key = (undo * on_host / divisor, loss.dtype)
         if self._start is None or key != self._start_for:
-            self._start = torch.full((), undo / divisor, dtype=loss.dtype, device=loss.device)
+            self._start = torch.full((), key[0], dtype=loss.dtype, device=loss.device)
             self._start_for = key
-        return self._start
+        return self._start * count if isinstance(count, torch.Tensor) else self._start
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +106,7 @@ class _Record:
     count: float | torch.Tensor = 0
     total: torch.Tensor | None = None  # with count="tokens": the count summed over ranks, shape ()
     backwards: int = 0
+    is_complete: bool = False  # whether `p.grad` is the gradient of all ranks
     begun: torch.Tensor | None = None  # a parameter with the gradient of an earlier micro-batch
     is_updated: bool = False
     was_stepped: bool = False  # by `update`, unless the loss scaler left it out
@@ -165,25 +167,40 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
-        strategy = self._context.strategy
-        self._refuse_pipeline()
         if self._num_begun:
             raise self._error(
                 "the loop over the micro-batches of this step has begun already.",
                 why="it gives the samples of the step once.",
                 fix="use `for batch in step` once, or `step.batch` in its place.",
             )
-        self._begin_micro_batches()
-        micros = list(self._planned) if strategy.repeats_steps else self._planned
-        yield from self._run_micro_batches(micros)
-        while strategy.end_micro_batches():
-            self._begin_micro_batches()
-            self._num_begun = 0
-            self._micro_losses = []
-            self._records = [_Record(record.trained) for record in self._records]
-            yield from self._run_micro_batches(micros)
-        if strategy.repeats_steps:
-            self._complete_gradients(self._records)
+        return self._run_micro_batches()
+
+    def _run_micro_batches(self) -> Iterator[Any]:
+        context, planned = self._context, self._planned
+        for record in self._records:
+            record.trained.clear_gradients_if_extended()
+        if context.strategy.needs_equal_micro_batches:
+            self._begin_collectives()  # forwards are collectives
+        clock.enter(DATA)
+        for micro in context.strategy.micro_batches(planned):
+            if self._num_begun == planned.num_micro_batches:  # the strategy repeats the step
+                self._num_begun, self._micro_losses = 0, []
+                self._records = [_Record(record.trained) for record in self._records]
+            clock.enter(FORWARD)
+            self._begin_micro_batch(micro)
+            yield micro.batch
+            context.precision.leave()
+            self._micro = None
+            if any(record.needs_backward for record in self._records):
+                raise self._error(
+                    f"micro-batch {self._num_begun} of {planned.num_micro_batches} had no "
+                    "`step.backward`.",
+                    fix=self._backward_fix(),
+                )
+            if self._num_begun < planned.num_micro_batches:
+                clock.enter(DATA)
+        if left := [record for record in self._records if not record.is_complete]:
+            self._complete_gradients(left)
 
     @property
     def batch(self) -> Any:
@@ -198,11 +215,10 @@ class Step:
         Collective: all ranks.
         """
         if self._only_batch is None:
-            if self._planned.num_micro_batches != 1 or self._context.strategy.repeats_steps:
+            if self._planned.num_micro_batches != 1:
                 raise self._error(
                     "`step.batch` cannot stand for the loop over micro-batches.",
-                    why=f"this rank has {self._planned.num_micro_batches} micro-batches in this step, or "
-                    "the training is reproducible and may have to run them again.",
+                    why=f"this rank has {self._planned.num_micro_batches} micro-batches in this step.",
                     fix="write the loop: `for batch in step: ... step.backward(loss)`.",
                 )
             self._only_batch = iter(self)
@@ -214,24 +230,6 @@ class Step:
             )
         return self._micro.batch
 
-    def _refuse_pipeline(self) -> None:
-        if self._context.strategy.runs_micro_batches:
-            raise self._error(
-                "the model is a pipeline, whose micro-batches cannot be run in a loop.",
-                why="its schedule runs the forwards and backwards of all micro-batches together.",
-                fix="step.run(lambda batch: (loss of model(x) and y, count)).",
-            )
-
-    def _begin_micro_batches(self) -> None:
-        """Prepare for the micro-batches of the step, or for their repetition."""
-        for record in self._records:
-            record.begun = None
-            record.trained.clear_gradients_if_extended()
-        strategy = self._context.strategy
-        if strategy.needs_equal_micro_batches or strategy.runs_micro_batches:
-            self._begin_collectives()  # forwards are collectives
-        strategy.begin_step(self._planned)
-
     def _begin_collectives(self) -> None:
         if (peers := self._context.job.peers) is not None:
             peers.reduced = self.number
@@ -242,31 +240,11 @@ class Step:
         self._micro = micro
         if context.checks_rows:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
-        context.strategy.before_forward(micro)
         for record in self._records:
             record.needs_backward = True
         # Dropout depends on the step and the first sample, not on the rank.
         context.generator.manual_seed(self._dropout_seed(micro))
         context.precision.enter()
-
-    def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
-        clock.enter(DATA)
-        repeats = self._context.strategy.repeats_steps
-        for micro in micros:
-            clock.enter(FORWARD)
-            self._begin_micro_batch(micro)
-            # The loop may change its batch in place, and must get it unchanged if the step is repeated.
-            yield copy_tensors(micro.batch) if repeats else micro.batch
-            self._context.precision.leave()
-            self._micro = None
-            if any(record.needs_backward for record in self._records):
-                raise self._error(
-                    f"micro-batch {self._num_begun} of {self._planned.num_micro_batches} had no "
-                    "`step.backward`.",
-                    fix=self._backward_fix(),
-                )
-            if self._num_begun < self._planned.num_micro_batches:
-                clock.enter(DATA)
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
         return pair_seed(self._context.dropout_key, self.number, micro.offset)
@@ -287,30 +265,7 @@ class Step:
 
         Collective: all ranks.
         """
-        strategy = self._context.strategy
-        if strategy.runs_micro_batches:
-            self._begin_micro_batches()
-            clock.enter(DATA)
-            micros = list(self._planned)
-            if self._context.checks_rows:
-                for micro in micros:
-                    refuse_dropped_samples(micro.batch, micro.count, self._where)
-            scheduled = _Scheduled(self, micros, loss_fn, reduction)
-            self._num_begun = scheduled.num_micro_batches
-            clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
-            strategy.run_micro_batches(scheduled)
-            clock.enter(BACKWARD)
-            (record,) = self._records
-            record.backwards = scheduled.num_micro_batches
-            record.loss = scheduled.loss
-            record.count = strategy.sum_loss_count(scheduled.count)
-            self._complete_gradients([record])
-            clock.enter(OTHER)
-            return
-        for batch in self:
-            assert self._micro is not None
-            loss, count = self._loss_and_count(loss_fn(batch), self._micro)
-            self.backward(loss, count=count, reduction=reduction)
+        self._context.strategy.run(_LossRun(self, loss_fn, reduction))
 
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
@@ -379,7 +334,8 @@ class Step:
         for record in records:
             record.needs_backward = False
             record.backwards += 1
-        loss = context.strategy.plain_loss(loss)
+        if type(loss) is not torch.Tensor:
+            loss = whole(loss)  # a DTensor, if a layer returns one
         scaled = context.precision.scaler.scale(loss)
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
@@ -397,7 +353,7 @@ class Step:
         if micro.is_last:
             self._begin_collectives()
         try:
-            context.strategy.backward(scaled, start, micro, inputs)
+            is_complete = context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
             context.job.reraise(error)
         finally:
@@ -406,7 +362,7 @@ class Step:
         for record in records if not micro.is_last else ():
             with_grad = (p for p in record.trained.parameters if p.grad is not None)
             record.begun = next(with_grad, None)
-        if micro.is_last and not context.strategy.repeats_steps:
+        if is_complete:
             self._complete_gradients(records)
         if any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
@@ -462,10 +418,9 @@ class Step:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count_unit == "tokens"
         divisor = self._context.token_divisor if by_tokens else self.num_samples
-        start = self._context.start_of(scaled, divisor)
-        if reduction == "mean":
-            start = start * count
-        own = self._context.strategy.logged_loss(weight.as_sum(loss.detach(), count, reduction))
+        start = self._context.start_of(scaled, divisor, count if reduction == "mean" else 1)
+        unit = self._context.strategy.loss_unit
+        own = weight.as_sum(loss.detach(), count, reduction, unit)
         end = micro.offset + micro.count
         self._micro_losses.append(MicroBatchLoss(self.epoch, micro.offset, end, own))
         return start, own
@@ -535,6 +490,7 @@ class Step:
             for record, total in zip(records, totals, strict=True):
                 record.total = total
         for record in records:
+            record.is_complete = True
             context.strategy.finish(record.trained.optimizer)
             factor = self._factor(record)
             if factor is not None:
@@ -729,11 +685,11 @@ class Step:
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if self._context.strategy.repeats_steps and self._micro is not None:
+        if not record.is_complete:
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
-                fix="call step.update after the loop.",
+                fix="call step.update after the loop; `step.batch` cannot stand for that loop.",
             )
 
     def _backward_fix(self) -> str:
@@ -750,21 +706,47 @@ class Step:
         return self._context.job.where(step=self.number)
 
 
-class _Scheduled:
-    """A step whose micro-batches the strategy runs; see `ScheduledStep`."""
+class _LossRun:
+    """A call of `Step.run`; see `paceline.parallel.strategy.LossRun`."""
 
     def __init__(
         self,
         step: Step,
-        micros: list[MicroBatch],
         loss_fn: Callable[[Any], Any],
         reduction: Reduction | None,
     ) -> None:
-        self._step, self._micros, self._loss_fn = step, micros, loss_fn
+        self._step, self._loss_fn = step, loss_fn
         self._given = reduction
         self._reduction: Reduction = reduction or "mean"
+        self._micros: list[MicroBatch] = []
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
-        self.num_micro_batches = len(micros)
+
+    def run_loop(self) -> None:
+        step = self._step
+        for batch in step:
+            assert step._micro is not None
+            loss, count = step._loss_and_count(self._loss_fn(batch), step._micro)
+            step.backward(loss, count=count, reduction=self._given)
+
+    def begin(self) -> int:
+        step = self._step
+        step._begin_collectives()
+        clock.enter(DATA)
+        self._micros = list(step._planned)
+        if step._context.checks_rows:
+            for micro in self._micros:
+                refuse_dropped_samples(micro.batch, micro.count, step._where)
+        step._num_begun = len(self._micros)
+        clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
+        return len(self._micros)
+
+    def end(self, count: float | torch.Tensor) -> None:
+        clock.enter(BACKWARD)
+        (record,) = self._step._records
+        record.backwards = len(self._micros)
+        record.loss, record.count = self.loss, count
+        self._step._complete_gradients([record])
+        clock.enter(OTHER)
 
     @contextmanager
     def forward_context(self, index: int) -> Iterator[None]:

@@ -37,10 +37,9 @@ from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
-from paceline.parallel.ddp import DDPStrategy
-from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_pipeline, is_split, wrapped_by
-from paceline.parallel.strategy import STRATEGIES, Strategy
+from paceline.parallel.modules import equalize_buffers, is_split
+from paceline.parallel.strategies import strategy_for
+from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
@@ -52,7 +51,6 @@ from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
 from paceline.training.training_state import TrainingState
 
-STRATEGIES += [Strategy, DDPStrategy, ExactStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
@@ -154,6 +152,7 @@ class Training:
             strategy=self._choose_strategy(),
             control=self._control,
             count_unit=count,
+            token_divisor=weight.token_divisor(batches.global_batch),
             checks_rows=count == "samples" and batches.may_drop_samples,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
@@ -174,38 +173,9 @@ class Training:
         weakref.finalize(self, job.on_leave(functools.partial(_job_left, weakref.ref(self))))
 
     def _choose_strategy(self) -> Strategy:
-        pp = 1 if self.job.mesh is None else self.job.mesh.pp
-        if pp > 1 and not any(map(is_pipeline, self.models)):
-            raise ConfigError(
-                f"the mesh is {self.job.mesh}, but the model is not split into stages.",
-                fix="model = paceline.pipeline(job, model)",
-            )
         syncbn.agree_on_layers(self.job, self.models)
-        arguments = self.job, self.models, self.optimizers
-        for kind in STRATEGIES:
-            if kind.is_reproducible == self.reproducible and kind.fits(*arguments):
-                return kind(*arguments, self.batches)
-        if self.reproducible and any(map(is_split, self.models)):
-            raise ConfigError(
-                "reproducible training does not support models that are split over ranks.",
-                why="the exact sum needs all gradients of a model on each rank.",
-                fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
-            )
-        if self.job.data.size < self.job.world_size and not any(map(is_split, self.models)):
-            raise ConfigError(
-                f"the mesh is {self.job.mesh}, but the model is not split over it.",
-                fix="model = paceline.tensor_parallel(job, model)",
-            )
-        names = [wrapped_by(model) for model in self.models]
-        if all(names):
-            raise ConfigError(
-                f"the models are wrapped by different functions: {', '.join(sorted(set(names)))}.",
-                fix="wrap all of them by the same one.",
-            )
-        raise ConfigError(
-            "the model is not wrapped, so its gradients would not be summed over ranks.",
-            fix="model = paceline.ddp(job, model)",
-        )
+        kind = strategy_for(self.job, self.models, reproducible=self.reproducible)
+        return kind(self.job, self.models, self.optimizers, self.batches)
 
     def _samples_at(self, epoch: int, begin: int, end: int) -> list[int]:
         return self.batches.samples_at(self.position.seed, epoch, begin, end)
@@ -371,7 +341,7 @@ class Training:
         Raises:
             StepError: a step is in progress, so weights and position do not belong together.
 
-        Collective: none; all ranks for a model with `compress="powersgd"`.
+        Collective: none.
         """
         self._refuse_in_step("state_dict")
         return self._state.save(self.number, self.position)
@@ -539,10 +509,6 @@ class Training:
             step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
                 context.strategy.check()
-            if context.count_unit == "tokens":
-                context.token_divisor = context.token_divisor or weight.next_token_divisor(
-                    step.num_samples
-                )
             loop.enter(step)
             try:
                 yield step
@@ -652,12 +618,6 @@ class Training:
         """Act on a control word. All ranks call it after the same step."""
         if word.requests.save_failed:
             self._finish_save()
-        context = self._context
-        keeps_divisor = context.strategy.keeps_token_divisor
-        has_count = context.count_unit == "tokens" and word.totals and word.totals[-1].count > 0
-        if has_count and not keeps_divisor:
-            # The count of the first optimizer; for the others any power of two gives the same bits.
-            context.token_divisor = weight.next_token_divisor(word.totals[-1].count)
         self._report.write(word.totals, reduce=word.requests.reduce)
         if word.times:
             self._report.write_times(word.step, word.times)

@@ -82,7 +82,6 @@ class TrainingState:
             "content": self._content,
             "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
             "schedule_types": [trained.schedule.type for trained in context.optimizers],
-            "divisors": [context.token_divisor] * len(context.optimizers),
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
             "kept": self._states_kept(is_optional=False),
@@ -114,7 +113,6 @@ class TrainingState:
         position = self._position(saved, may_restart_epoch)
         context.strategy.load_state_dict(saved["strategy"])  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
-        context.token_divisor = saved["divisors"][0]
         for trained, schedule in zip(context.optimizers, saved["schedules"], strict=True):
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])

@@ -6,7 +6,7 @@ divisor when it sums over ranks, so the result is the mean, however samples are 
 backward starts from `strategy.divisor / N`.
 
 The number of tokens of a step is known only after its last micro-batch. So backward divides by
-`token_divisor`, a power of two near the last total, and after the last backward gradients are multiplied by
+`token_divisor`, a constant power of two, and after the last backward gradients are multiplied by
 `token_divisor / total`. Division by a power of two does not round.
 """
 
@@ -31,9 +31,12 @@ _SUM_REDUCTION = 2
 _NODE = "torch.autograd.graph.Node"
 
 
-def next_token_divisor(total: float) -> float:
-    """The power of two nearest to the last total."""
-    return 2.0 ** round(math.log2(max(total, 1.0)))
+def token_divisor(global_batch: int) -> float:
+    """The power of two nearest to the number of samples: that of tokens is not known yet.
+
+    It is constant, because PowerSGD and exact sums carry gradients and their scales from step to step.
+    """
+    return 2.0 ** round(math.log2(global_batch))
 
 
 def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tensor:
@@ -98,11 +101,22 @@ def default_count(samples: int, count_unit: str, where: Callable[[], str]) -> in
     )
 
 
-def as_sum(loss: torch.Tensor, count: int | torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The sum of the losses, shape (), float32 or wider; 0 if the count is 0 and the mean is NaN."""
+def as_sum(
+    loss: torch.Tensor,
+    count: int | torch.Tensor,
+    reduction: Reduction,
+    unit: float | None = None,
+) -> torch.Tensor:
+    """The sum of the losses, shape (), float32 or wider; 0 if the count is 0 and the mean is NaN.
+
+    Args:
+        unit: Round the sum to a multiple of this, in float64.
+    """
     if loss.dtype.itemsize < 4:  # sums of a step need more bits and range than half precision has
         loss = loss.float()
     total = loss * count if reduction == "mean" else loss
+    if unit is not None:
+        total = (total.double() / unit).round() * unit
     if isinstance(count, torch.Tensor):
         return torch.where((count == 0) & total.isnan(), torch.zeros_like(total), total)
     return torch.zeros_like(total) if count == 0 and bool(total.isnan()) else total

@@ -1,0 +1,62 @@
+"""The list of all strategies, and which one trains models that are wrapped in a certain way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.job.job import Job
+from paceline.parallel.ddp import DDPStrategy
+from paceline.parallel.exact import ExactStrategy
+from paceline.parallel.modules import wrapped_by
+from paceline.parallel.strategy import Strategy
+
+
+def strategy_for(job: Job, models: Sequence[nn.Module], *, reproducible: bool) -> type[Strategy]:
+    """The strategy that trains these models.
+
+    Raises:
+        ConfigError: the models are not wrapped as the job needs it, or not alike.
+    """
+    wraps = {wrapped_by(model) for model in models}
+    pp = 1 if job.mesh is None else job.mesh.pp
+    if pp > 1 and "paceline.pipeline" not in wraps:
+        raise ConfigError(
+            f"the mesh is {job.mesh}, but the model is not split into stages.",
+            fix="model = paceline.pipeline(job, model)",
+        )
+    is_split = not wraps <= {"", "paceline.ddp"}
+    if reproducible and is_split:
+        raise ConfigError(
+            "reproducible training does not support models that are split over ranks.",
+            why="the exact sum needs all gradients of a model on each rank.",
+            fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
+        )
+    if job.data.size < job.world_size and not is_split:
+        raise ConfigError(
+            f"the mesh is {job.mesh}, but the model is not split over it.",
+            fix="model = paceline.tensor_parallel(job, model)",
+        )
+    if job.world_size == 1 and not is_split:
+        return ExactStrategy if reproducible else Strategy
+    if "paceline.pipeline" in wraps:
+        from paceline.parallel.pipeline import PipelineStrategy
+
+        return PipelineStrategy
+    if wraps <= {"paceline.fsdp", "paceline.tensor_parallel"}:
+        from paceline.parallel.fsdp import FSDPStrategy  # importing FSDP2 takes 0.5 s
+
+        return FSDPStrategy
+    if "" in wraps:
+        raise ConfigError(
+            "the model is not wrapped, so its gradients would not be summed over ranks.",
+            fix="model = paceline.ddp(job, model)",
+        )
+    if len(wraps) > 1:
+        raise ConfigError(
+            f"the models are wrapped by different functions: {', '.join(sorted(wraps))}.",
+            fix="wrap all of them by the same one.",
+        )
+    return ExactStrategy if reproducible else DDPStrategy
