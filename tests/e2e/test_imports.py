@@ -45,3 +45,7 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout.split()
+
+
+def test_the_launcher_starts_ranks_of_one_host_without_torch() -> None:
+    assert "torch" not in _loaded("import paceline.launch")

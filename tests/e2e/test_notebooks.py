@@ -97,12 +97,8 @@ def test_output_errors_and_the_stop_button(kernel: Kernel, tmp_path: Path) -> No
     kernel.run(FUNCTIONS)
     cell = kernel.run("paceline.spawn(work, 5, nproc=2)")
     assert _result(cell) == "[5, 15]"
-    assert sorted(_text(cell).splitlines()) == [
-        "[1] first line",
-        "[1] no end",
-        "first line",
-        "no end",
-    ]
+    assert _text(cell).count("first line\n") == 2
+    assert _text(cell).count("no end") == 2
 
     error = _error(kernel.run("paceline.spawn(fail, nproc=2)"))
     assert (error.ename, error.evalue) == ("ValueError", "sample 17 is damaged")

@@ -129,7 +129,7 @@ REFUSED = [
             "--nnodes=2 --rdzv-endpoint=a:b": "--rdzv-endpoint is not an address: 'a:b'",
             "--standalone --nnodes=2": "--standalone is for one node",
             "--max-restarts=-1": "--max-restarts must be 0 or more",
-            "--start-method=fork": "--start-method=fork has no effect here",
+            "--start-method=fork": "--start-method cannot be used here",
             "--duplicate-stdout-filters=a": "cannot be used here",
             "--nnodes=2 --rdzv-backend=etcd": "--rdzv-backend=etcd cannot be used here",
             "--nnodes=2 --rdzv-conf=join_timeot=3": "--rdzv-conf has no 'join_timeot'",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
-import re
 import select
 import threading
 import time
@@ -14,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import rich.console
-from rich.live import Live
 
 from paceline.launch.output import LINE_BYTES, Console, LogFile, Pump, Stream
 
@@ -308,57 +304,3 @@ def test_a_long_line_of_another_rank_costs_no_more_than_its_length() -> None:
     while console.pending:
         console.flush()
     assert reader.close() == b"[1] " + b"x" * 65536 + b"\n"
-
-
-def _screen(data: bytes) -> list[str]:
-    """The lines of a terminal after these bytes; it knows what rich's `Live` uses."""
-    lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", data.decode()):
-        if token == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row + 1 - len(lines))
-        elif token == "\r":
-            column = 0
-        elif token == "\x1b[1A":
-            row -= 1
-        elif token.endswith("K"):
-            lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
-        elif not token.startswith("\x1b"):
-            lines[row] = lines[row][:column] + token + lines[row][column + len(token) :]
-            column += len(token)
-    return [line.rstrip() for line in lines]
-
-
-def test_lines_of_others_appear_above_a_display_of_several_lines() -> None:
-    reader = Reader()
-    console = Console(reader.write_fd)
-    console.is_terminal = True
-    rank0, rank1 = Stream(-1, console), Stream(-1, console, b"[1] ")
-    drawn = io.StringIO()
-    page = rich.console.Console(file=drawn, force_terminal=True, width=40)
-
-    def draw(text: str) -> None:
-        live.update(text, refresh=True)
-        rank0.feed(drawn.getvalue().encode())
-        drawn.seek(0)
-        drawn.truncate()
-
-    with Live("", console=page, auto_refresh=False) as live:
-        draw("1a\n1b\n1c")
-        draw("2a\n2b\n2c")
-        rank1.feed(b"one\n")
-        rank1.feed(b"two\n")
-        draw("3a\n3b\n3c")
-        page.print("printed")
-        draw("4a\n4b\n4c")
-        rank1.feed(b"three\n")
-        draw("5a\n5b\n5c")
-        console.write(b"paceline: message\n")
-        draw("6a\n6b\n6c")
-    rank0.feed(drawn.getvalue().encode())
-    rank1.feed(b"four\n")
-    console.write(b"paceline: bye\n")
-    assert _screen(reader.close()) == [
-        *("[1] one", "[1] two", "printed", "[1] three", "5a", "5b", "5c", "paceline: message"),
-        *("6a", "6b", "6c", "[1] four", "paceline: bye", ""),
-    ]

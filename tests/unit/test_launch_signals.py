@@ -16,7 +16,7 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    signals = ReceivedSignals(on_unhandled=lambda _: None, on_signal=lambda: None)
+    signals = ReceivedSignals()
     assert not signals.skip_grace
     for passed_s in (0, SAME_SIGNAL_S):
         now = 100.0 + passed_s
@@ -28,7 +28,7 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
 
 
 def test_a_signal_for_ranks_that_have_ended_does_not_end_the_launcher() -> None:
-    signals = ReceivedSignals(on_unhandled=lambda _: None, on_signal=lambda: None)
+    signals = ReceivedSignals()
     signals._note_for_ranks(signal.SIGUSR1, None)  # while the last rank ends
     with signals.interruptible(ranks_ended=True):
         signals._note_for_ranks(signal.SIGUSR2, None)

@@ -484,10 +484,6 @@ class LocalRanks:
         for rank in self.ranks:
             rank.poll()
 
-    def wake(self) -> None:
-        """Make `wait_change` return; from any thread."""
-        self._changed.set()
-
     def kill_suspended(self) -> None:
         """Kill ranks that are stopped by SIGSTOP, because the others would wait for them forever.
 

@@ -36,15 +36,109 @@ _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _STATIC_PORT = 29500
 _C10D_PORT = 29400
 _LOOPBACK = "127.0.0.1"
-# What --rdzv-conf may have. Those with None are known to torch, and have no effect here.
+_NPROC_ALIASES = ("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes")
+# What --rdzv-conf may have. The last two are the timeouts of torchrun, which have no effect here.
 _CONFIGURES: dict[str, Any] = {
     "join_timeout": float,
     "last_call_timeout": float,
     "keep_alive_interval": float,
     "keep_alive_max_attempt": int,
     "is_host": str,
-    **dict.fromkeys(("timeout", "read_timeout", "close_timeout", "heartbeat_timeout"), None),
-    **dict.fromkeys(("rank", "store_type", "use_agent_store"), None),
+    "timeout": None,
+    "read_timeout": None,
+}
+_WHAT = "0 none, 1 stdout, 2 stderr, 3 both; or for single local ranks, as 0:1,1:2"
+# Name, type (or choices), default and help of each option: those of Paceline, and those of torchrun by group.
+_OWN: tuple[tuple[str, Any, Any, str], ...] = (
+    (
+        "--host",
+        str,
+        None,
+        "HOST[:PORT] at which the nodes meet, the same on all of them; short for --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}, or the first of --port-range). The node "
+        "with --node-rank 0, or else the one that has the address, serves it",
+    ),
+    (
+        "--port-range",
+        str,
+        None,
+        "FIRST-LAST, the ports that the launchers may listen on, for firewalls; Gloo and NCCL take theirs "
+        "from the kernel's net.ipv4.ip_local_port_range",
+    ),
+    (
+        "--hang-after",
+        float,
+        None,
+        "seconds that the ranks may make no progress before a hang is reported (default: 10, or ten times "
+        "the usual time between two collectives, if that is longer); 0 switches it off",
+    ),
+    (
+        "--on-hang",
+        ("report", "end"),
+        "report",
+        "whether a hang is only reported or also ends the ranks, as a failure does; `end` needs "
+        "--hang-after (default: report)",
+    ),
+)
+_TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
+    "ranks": (
+        (
+            "--nproc-per-node",
+            str,
+            "1",
+            "ranks on this node: a number, `gpu` or `xpu` (one for each device), `cpu` (one for each core), "
+            "or `auto` (default: 1)",
+        ),
+        ("--max-restarts", int, 0, "how often the ranks start again after a failure (default: 0)"),
+        ("-m --module", bool, False, "SCRIPT is a module, as in `python -m`"),
+        ("--no-python", bool, False, "SCRIPT is a program"),
+        ("--run-path", bool, False, "SCRIPT is a file; overrides the last two"),
+        ("--virtual-local-rank", bool, False, "LOCAL_RANK is 0, and a rank sees its own GPU only"),
+        (
+            "--shutdown-timeout",
+            int,
+            None,
+            "seconds that ranks may take to end after SIGTERM before they are killed (default: "
+            f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
+        ),
+        ("--signals-to-handle", str, DEFAULT_SIGNALS, "signals that end the job"),
+        ("--monitor-interval", float, 0.1, "longest time between two looks, in seconds"),
+        ("--role", str, "default", "the value of ROLE_NAME"),
+    ),
+    "hosts": (
+        ("--nnodes", str, "1:1", "how many nodes the job has, or MIN:MAX (default: 1)"),
+        ("--node-rank", int, None, "the number of this node, from 0"),
+        ("--rdzv-backend", str, "static", "c10d, or static: node 0 serves --master-addr"),
+        ("--rdzv-endpoint", str, "", "HOST:PORT where the nodes meet"),
+        ("--rdzv-id", str, "none", "the name of the job"),
+        ("--rdzv-conf", str, "", f"KEY=VALUE,... of {', '.join(_CONFIGURES)}"),
+        ("--standalone", bool, False, "one node; no other option of this group counts"),
+        ("--master-addr", str, _LOOPBACK, "host of static rendezvous"),
+        ("--master-port", int, None, f"its port (default: {_STATIC_PORT}; one node: any)"),
+        ("--local-addr", str, None, "the address at which other nodes reach this one"),
+    ),
+    "output": (
+        ("--log-dir", str, None, "folder for log files, and for reports of failures"),
+        ("-r --redirects", str, "0", f"write to log files only: {_WHAT}"),
+        ("-t --tee", str, "0", "write to log files too; as --redirects"),
+        ("--local-ranks-filter", str, "", "show the output of these local ranks only, as 0,1"),
+    ),
+}
+_NO_COPIES = (
+    "the launcher writes whole log files only.",
+    "add --tee 3 and --log-dir, and search the log files with grep.",
+)
+# Options of torchrun that are refused: why, and what to do instead.
+_REFUSED = {
+    "--start-method": ("each rank has an interpreter of its own.", "leave it out."),
+    "--duplicate-stdout-filters": _NO_COPIES,
+    "--duplicate-stderr-filters": _NO_COPIES,
+    "--logs-specs": ("the launcher itself writes the log files.", "use --redirects or --tee."),
+    "--event-log-handler": ("the launcher records no events of torch.", "leave it out."),
+    "--numa-binding": (
+        "torch has no public function for it.",
+        "start the script through numactl: --no-python, and a script that reads LOCAL_RANK.",
+    ),
 }
 
 
@@ -214,187 +308,39 @@ def parser() -> CommandParser:
     )
     ours.add_argument("training_script", metavar="SCRIPT", help="the training script")
     ours.add_argument(
-        "training_script_args",
-        nargs=argparse.REMAINDER,
-        metavar="ARGUMENTS",
-        help="the script's own arguments",
+        "training_script_args", nargs="...", metavar="ARGUMENTS", help="its arguments"
     )
-    _add_hangs(ours)
-    _add_hosts(ours)
-    _add_ranks(ours)
-    _add_output(ours)
+    groups = {name: ours.add_argument_group(name) for name in ("hangs", "hosts", "ranks", "output")}
+    for name, kind, default, text in _OWN:
+        group = groups["hangs" if "hang" in name else "hosts"]
+        choices = kind if isinstance(kind, tuple) else None
+        group.add_argument(
+            name, type=str if choices else kind, choices=choices, default=default, help=text
+        )
+    for group_name, options in _TORCHRUN.items():
+        for name, kind, default, text in options:
+            _add(groups[group_name], name, kind, default, text)
+    groups["ranks"].add_argument(
+        *_NPROC_ALIASES, dest="nproc_per_node", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+    for name in _REFUSED:
+        _add(groups["output"], name, str, "", argparse.SUPPRESS)
     return ours
 
 
-def _add(group: Any, *names: str, hidden: tuple[str, ...] = (), **options: Any) -> None:
-    """Add an option, with underscores too as in torchrun, and with its variable `PET_*`."""
-    name = next(name for name in names if name.startswith("--"))
-    spelled = [
-        *names,
-        *([name.replace("-", "_").replace("__", "--", 1)] if "-" in name[2:] else []),
-    ]
-    variable = os.environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
-    if options.get("action") == "store_true":
-        options["default"] = variable not in (None, "", "0")
-    elif variable is not None:
-        options["default"] = variable
-    group.add_argument(*spelled, **options)
-    if hidden:
-        dest = name[2:].replace("-", "_")
-        more = {key: options[key] for key in ("type",) if key in options}
-        group.add_argument(
-            *hidden, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more
-        )
-
-
-def _add_ranks(ours: CommandParser) -> None:
-    ranks = ours.add_argument_group("ranks")
-    _add(
-        ranks,
-        "--nproc-per-node",
-        hidden=("-n", "--nproc", "--nprocs", "--num-processes", "--num_processes"),
-        default="1",
-        metavar="N",
-        help="ranks on this node: a number, `gpu` or `xpu` (one for each device), `cpu` (one for each "
-        "core), or `auto` (default: 1)",
-    )
-    _add(
-        ranks,
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often the ranks start again after a failure (default: 0)",
-    )
-    _add(ranks, "-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
-    _add(ranks, "--no-python", action="store_true", help="SCRIPT is a program")
-    _add(ranks, "--run-path", action="store_true", help="SCRIPT is a file; overrides the last two")
-    _add(
-        ranks,
-        "--virtual-local-rank",
-        action="store_true",
-        help="each rank has LOCAL_RANK=0 and sees only its own GPU",
-    )
-    _add(
-        ranks,
-        "--shutdown-timeout",
-        type=int,
-        metavar="SECONDS",
-        help="how long ranks may take to end after SIGTERM before they are killed (default: "
-        f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
-    )
-    _add(
-        ranks,
-        "--signals-to-handle",
-        default=DEFAULT_SIGNALS,
-        metavar="NAMES",
-        help=f"signals that end the job (default: {DEFAULT_SIGNALS})",
-    )
-    _add(
-        ranks,
-        "--monitor-interval",
-        type=float,
-        default=0.1,
-        metavar="SECONDS",
-        help="the longest time between two looks at the ranks (default: 0.1)",
-    )
-    _add(ranks, "--role", default="default", metavar="NAME", help="the value of ROLE_NAME")
-
-
-def _add_hosts(ours: CommandParser) -> None:
-    hosts = ours.add_argument_group("several hosts")
-    hosts.add_argument(
-        "--host",
-        metavar="HOST[:PORT]",
-        help="the host at which the nodes meet, the same on all of them; short for --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}, or the first of --port-range). The node "
-        "with --node-rank 0, or else the one that has the address, serves it",
-    )
-    hosts.add_argument(
-        "--port-range",
-        metavar="FIRST-LAST",
-        help="the ports that the launchers may listen on, for firewalls; Gloo and NCCL take theirs from the "
-        "kernel's net.ipv4.ip_local_port_range",
-    )
-    _add(
-        hosts,
-        "--nnodes",
-        default="1:1",
-        metavar="N[:MAX]",
-        help="how many nodes the job has, or the least and the most (default: 1)",
-    )
-    _add(hosts, "--node-rank", type=int, metavar="N", help="the number of this node, from 0")
-    _add(
-        hosts,
-        "--rdzv-backend",
-        default="static",
-        metavar="NAME",
-        help="c10d, or static: the node with --node-rank 0 serves --master-addr (default: static)",
-    )
-    _add(hosts, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the nodes meet")
-    _add(hosts, "--rdzv-id", default="none", metavar="NAME", help="the name of the job")
-    _add(
-        hosts,
-        "--rdzv-conf",
-        default="",
-        metavar="KEY=VALUE,...",
-        help="join_timeout, last_call_timeout, keep_alive_interval (in seconds), keep_alive_max_attempt, "
-        "is_host",
-    )
-    _add(
-        hosts, "--standalone", action="store_true", help="one node; no option of this group counts"
-    )
-    _add(hosts, "--master-addr", default=_LOOPBACK, metavar="HOST", help="of static rendezvous")
-    _add(
-        hosts,
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        help=f"of static rendezvous (default: {_STATIC_PORT}; one node: the kernel chooses)",
-    )
-    _add(hosts, "--local-addr", metavar="HOST", help="at which other nodes reach this one")
-
-
-def _add_hangs(ours: CommandParser) -> None:
-    hangs = ours.add_argument_group("hangs")
-    hangs.add_argument(
-        "--hang-after",
-        type=float,
-        metavar="SECONDS",
-        help="how long the ranks may make no progress before a hang is reported (default: 10, or ten "
-        "times the usual time between two collectives, if that is longer); 0 switches it off",
-    )
-    hangs.add_argument(
-        "--on-hang",
-        choices=("report", "end"),
-        default="report",
-        help="whether a hang is only reported or also ends the ranks, as a failure does; `end` needs "
-        "--hang-after (default: report)",
-    )
-
-
-def _add_output(ours: CommandParser) -> None:
-    output = ours.add_argument_group("output")
-    _add(output, "--log-dir", metavar="FOLDER", help="for log files, and for reports of failures")
-    spec = "0 none, 1 stdout, 2 stderr, 3 both; or of single local ranks, as 0:1,1:2"
-    _add(
-        output, "-r", "--redirects", default="0", metavar="WHAT", help=f"to log files only: {spec}"
-    )
-    _add(
-        output, "-t", "--tee", default="0", metavar="WHAT", help="to log files too; as --redirects"
-    )
-    _add(
-        output,
-        "--local-ranks-filter",
-        default="",
-        metavar="N,...",
-        help="show the output of these local ranks only",
-    )
-    for name in (
-        *("--start-method", "--event-log-handler", "--logs-specs", "--numa-binding"),
-        *("--duplicate-stdout-filters", "--duplicate-stderr-filters"),
-    ):
-        _add(output, name, default="", help=argparse.SUPPRESS)  # refused by `_check`
+def _add(group: Any, names: str, kind: type, default: Any, text: str) -> None:
+    """Add an option of torchrun, with underscores too, and with its variable `PET_*`."""
+    words = names.split()
+    option = words[-1].removeprefix("--")
+    dest = option.replace("-", "_")
+    variable = os.environ.get(f"PET_{dest.upper()}")
+    spelled = dict.fromkeys([*words, f"--{dest}"])
+    if kind is bool:
+        is_set = variable not in (None, "", "0")
+        group.add_argument(*spelled, action="store_true", default=is_set, help=text)
+    else:
+        default = default if variable is None else variable
+        group.add_argument(*spelled, type=kind, default=default, help=text)
 
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
@@ -473,10 +419,10 @@ def _read_configuration(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, _, value = (word.strip() for word in part.partition("="))
-        kind = _CONFIGURES.get(key, "")
-        if kind == "":
-            known = ", ".join(name for name, each in _CONFIGURES.items() if each is not None)
+        if key not in _CONFIGURES:
+            known = ", ".join(_CONFIGURES)
             raise ConfigError(f"--rdzv-conf has no {key!r}.", fix=f"it may have: {known}.")
+        kind = _CONFIGURES[key]
         if key == "is_host":
             found[key] = value.lower() in ("1", "true", "t", "yes", "y")
         elif kind is not None:
@@ -748,32 +694,9 @@ def _check(args: Namespace) -> int:
 
 def _check_refused(args: Namespace) -> None:
     """Refuse options of torchrun that would have no effect."""
-    if args.start_method not in ("", "spawn"):
-        raise ConfigError(
-            f"--start-method={args.start_method} has no effect here.",
-            why="the launcher starts a new interpreter for each rank.",
-            fix="leave it out.",
-        )
-    for name, why, fix in (
-        (
-            "--duplicate-stdout-filters",
-            "the launcher writes whole log files only.",
-            "add --tee 3 and --log-dir, and search the log files with grep.",
-        ),
-        (
-            "--duplicate-stderr-filters",
-            "the launcher writes whole log files only.",
-            "add --tee 3 and --log-dir, and search the log files with grep.",
-        ),
-        ("--logs-specs", "the launcher itself writes the log files.", "use --redirects or --tee."),
-        ("--event-log-handler", "the launcher records no events of torch.", "leave it out."),
-        (
-            "--numa-binding",
-            "torch has no public function for it.",
-            "start the script through numactl: --no-python, and a script that reads LOCAL_RANK.",
-        ),
-    ):
-        if getattr(args, name[2:].replace("-", "_")) not in ("", "null"):
+    for name, (why, fix) in _REFUSED.items():
+        value = getattr(args, name[2:].replace("-", "_"))
+        if value not in ("", "null", "spawn"):  # the last two are torchrun's defaults
             raise ConfigError(f"{name} cannot be used here.", why=why, fix=fix)
 
 

@@ -35,34 +35,6 @@ _LINE_BREAK = re.compile(rb"\n|\r(?!\n)")
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]")
 _ERASE_LINE = b"\r\x1b[K"
-_LINE_UP = b"\x1b[1A"
-_CURSOR = re.compile(rb"\n|\x1b\[(\d*)A|\x1b\[\?25([lh])")
-
-
-class LiveDisplay:
-    """The height of what a rank draws again in its place, such as rich's `Live`: lines above the cursor.
-
-    Each time it moves the cursor up to the first line. The number is known from the first such move on.
-    """
-
-    def __init__(self) -> None:
-        self.lines = 0
-        self._ups = self._newlines = 0
-        self._is_hidden = False  # the cursor, as it is while something is drawn
-
-    def feed(self, data: bytes) -> None:
-        """Take what the rank wrote to its terminal."""
-        for found in _CURSOR.finditer(data):
-            if found[0] == b"\n":
-                self._newlines += 1
-            elif found[2]:
-                self._is_hidden = found[2] == b"l"
-                self._ups = self._newlines = 0
-            else:
-                if self._newlines:  # the first move of a frame
-                    self._ups = self._newlines = 0
-                self._ups += int(found[1] or 1)
-        self.lines = min(self._ups, self._newlines) if self._is_hidden else 0
 
 
 class Console:
@@ -96,8 +68,6 @@ class Console:
         self._holder: Stream | None = None
         self._written_at = 0.0
         self._mid_line = self._has_progress_bar = False
-        self._display = LiveDisplay()  # of the stream without a prefix
-        self._lines_to_restore = 0  # of the display, above which other lines were written meanwhile
 
     def free_for(self, stream: Stream) -> bool:
         """Whether no other stream is in the middle of a line, or has paused there for too long."""
@@ -124,21 +94,10 @@ class Console:
         if not data or self.closed:
             return
         foreign = stream is None or (bool(stream.prefix) and self._holder is not stream)
-        height = self._display.lines if self.is_terminal else 0
-        if foreign and self._mid_line and height:
-            # The rank draws it again below this line, and moves up by its height before.
-            erase = _ERASE_LINE + (_LINE_UP + _ERASE_LINE) * height
-            self._pending += erase if stream is not None else b"\n"
-            self._lines_to_restore, self._mid_line = height, False
-        elif self._mid_line and foreign:
+        if self._mid_line and foreign:
             # The rank that draws a progress bar draws it again below this line.
             self._pending += _ERASE_LINE if self._has_progress_bar and stream is not None else b"\n"
             self._mid_line = False
-        if self.is_terminal and stream is not None and not stream.prefix:
-            if self._lines_to_restore and _LINE_UP in data:
-                self._pending += b"\n" * self._lines_to_restore
-            self._lines_to_restore = 0
-            self._display.feed(data)
         self._pending += data
         newline = data.rfind(b"\n")
         rest = data[newline + 1 :]

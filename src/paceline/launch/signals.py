@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from paceline.job.preemption import SAME_SIGNAL_S
@@ -21,8 +20,6 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 # Schedulers announce preemption with these; they do not end the launcher.
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
-
-_STUCK_S = 5.0
 
 
 class SignalReceived(Exception):
@@ -34,22 +31,13 @@ class SignalReceived(Exception):
 
 
 class ReceivedSignals:
-    """The received signals of the launcher, and whether they may interrupt the main thread.
+    """The received signals of the launcher, and whether they may interrupt the main thread."""
 
-    Args:
-        on_unhandled: Called in a thread with a signal that the main thread has not handled for 5 s,
-            because it waits in native code, which Python handlers do not interrupt.
-        on_signal: Called in a thread when a signal was received.
-    """
-
-    def __init__(self, on_unhandled: Callable[[int], None], on_signal: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self._first_at = self._last_at = 0.0
         self._for_ranks: list[signal.Signals] = []
-        self._on_unhandled = on_unhandled
-        self._on_signal = on_signal
         self._interruptible = self._ranks_ended = False
-        self._handled: set[int] = set()
 
     @property
     def skip_grace(self) -> bool:
@@ -103,42 +91,14 @@ class ReceivedSignals:
             for number in numbers:
                 if force or signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
-            self._handled = set(before)
             for number in _FOR_RANKS:
                 if number not in before and signal.getsignal(number) is signal.SIG_DFL:
                     before[number] = signal.signal(number, self._note_for_ranks)
-        with self._watched() if before else contextlib.nullcontext():
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._watch, args=(ours,), daemon=True)
-        thread.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
-            theirs.close()
-            thread.join()
-            ours.close()
-
-    def _watch(self, wakeups: socket.socket) -> None:
-        # Signals with a Python handler arrive here at once, even if the main thread waits in native code.
-        while numbers := wakeups.recv(64):
-            self._on_signal()
-            ours = [number for number in numbers if number in self._handled]
-            deadline = time.monotonic() + _STUCK_S
-            while ours and not self.received and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if ours and not self.received:
-                self._on_unhandled(ours[0])
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._last_at = time.monotonic()

@@ -3,6 +3,7 @@
 Uses `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
 milliseconds. Use `paceline run` for real training. Functions are sent by cloudpickle, so they may be
 defined in a notebook cell or a script, and no rank imports the main module, which would run it again.
+A rank writes its outcome to a file, and its stacks when it gets a signal.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import math
 import multiprocessing
 import os
 import signal
-import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import psutil
@@ -41,11 +43,10 @@ from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
 
 _GRACE_S = 5.0
-_DUMP_S = 2.0
-_LONG_LINE = 2000  # characters; a longer line without an end is cut
+_POLL_S = 0.02
+_DUMP_S = 0.3  # for the stacks of a rank and its children
 # Makes a rank write its stacks. Nothing else uses this signal, and no terminal sends it.
 _DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
-_SIZE = struct.Struct("!Q")  # of an outcome, in bytes; sent before it
 _main_hidden = threading.Lock()
 # Imported once, by the fork server. torch imports its compiler for the first optimizer or DDP object, which
 # takes a second.
@@ -166,85 +167,102 @@ def run_outcomes(
         store = serve_here(timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
     options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
-    ranks: list[_Rank] = []
-    try:
-        for number in range(nproc):
-            ours, theirs = context.Pipe(duplex=False)
-            os.set_blocking(ours.fileno(), False)
-            stack, stack_end = context.Pipe(duplex=False)
-            environ = _environment(number, nproc, store.port)
-            process = context.Process(
-                target=_serve, args=(theirs, stack_end, payload, environ, options), daemon=False
-            )
-            with _hidden_main():
-                process.start()
-            theirs.close()
-            stack_end.close()
-            ranks.append(_Rank(process, ours, stack))
-        return _collect(ranks, deadline_s)
-    except BaseException:
-        for each in ranks:
-            each.process.kill()
-        raise
-    finally:
-        for each in ranks:
-            each.close()
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as name:
+        folder = Path(name)
+        try:
+            for rank in range(nproc):
+                environ = _environment(rank, nproc, store.port)
+                process = context.Process(target=_serve, args=(folder, payload, environ, options))
+                with _hidden_main():
+                    process.start()
+                processes.append(process)
+            return _collect(processes, folder, deadline_s)
+        except BaseException:
+            for each in processes:
+                each.kill()
+            raise
+        finally:
+            for each in processes:
+                _end(each)
 
 
-@dataclass
-class _Rank:
-    """A rank, as its parent process sees it: the process, and the pipes for its outcome and its stacks."""
+def _collect(
+    processes: Sequence[BaseProcess], folder: Path, deadline_s: float | None
+) -> list[RankResult]:
+    outcomes: dict[int, RankResult] = {}
+    began = time.monotonic()
+    deadline = math.inf if deadline_s is None else began + deadline_s
+    while True:
+        for rank, process in enumerate(processes):
+            has_ended = (
+                process.exitcode is not None
+            )  # before the look at its file, which is then the last
+            if rank not in outcomes and (folder / str(rank)).exists():
+                outcomes[rank] = cloudpickle.loads((folder / str(rank)).read_bytes())
+            elif rank not in outcomes and has_ended:
+                outcomes[rank] = _early_end(rank, process)
+        running = [rank for rank in range(len(processes)) if rank not in outcomes]
+        # After a failure the others have a short time to send their outcome.
+        if any(outcome.error is not None for outcome in outcomes.values()):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not running:
+            return [outcomes[rank] for rank in range(len(processes))]
+        if time.monotonic() > deadline:
+            for rank in running:
+                after_s = time.monotonic() - began
+                outcomes[rank] = _unfinished(rank, processes[rank], folder, after_s)
+        else:
+            wait([processes[rank].sentinel for rank in running], timeout=_POLL_S)
 
-    process: BaseProcess
-    pipe: Connection
-    stacks: Connection
-    received: bytearray = field(default_factory=bytearray)
 
-    def receive(self) -> RankResult | None:
-        """The outcome, once all of it has come; what has come before is kept. It never waits for the rank."""
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self.pipe.fileno(), 1 << 20):
-                self.received += part
-        size = _SIZE.unpack_from(self.received)[0] if len(self.received) >= _SIZE.size else math.inf
-        if len(self.received) < _SIZE.size + size:
-            return None
-        outcome: RankResult = cloudpickle.loads(memoryview(self.received)[_SIZE.size :])
-        return outcome
+def _unfinished(rank: int, process: BaseProcess, folder: Path, after_s: float) -> RankResult:
+    """The outcome of a rank that is ended now, with its stacks and those of its children."""
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(process.pid)
+        # A child without a handler is killed by the signal: it is about to end with its rank.
+        for each in (found, *found.children()):
+            with contextlib.suppress(psutil.Error):
+                each.send_signal(_DUMP_SIGNAL)
+            time.sleep(_DUMP_S)  # otherwise their lines would mix
+    error = LaunchFailed(f"rank {rank} did not finish within {after_s:.0f} s.", rank=rank)
+    stacks = folder / f"{rank}.stacks"
+    text = stacks.read_text(errors="replace") if stacks.exists() else ""
+    process.kill()
+    return RankResult(rank, error=error, text=text)
 
-    def dump_stacks(self) -> str:
-        """The stacks of a rank that does not finish, and of its children that can write them."""
-        with contextlib.suppress(psutil.Error):
-            rank = psutil.Process(self.process.pid)
-            # A child without a handler is killed by the signal: it is about to end with its rank.
-            for each in (rank, *rank.children()):
-                with contextlib.suppress(psutil.Error):
-                    each.send_signal(_DUMP_SIGNAL)
-                time.sleep(0.1)  # otherwise their lines would mix
-        text = b""
-        until = time.monotonic() + _DUMP_S
-        while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
-            part = os.read(self.stacks.fileno(), 1 << 16)
-            if not part:
-                break
-            text += part
-            until = min(until, time.monotonic() + 0.2)
-        return text.decode(errors="replace")
 
-    def close(self) -> None:
-        """Close the pipes; kill the process if it does not end by itself within 5 s."""
-        self.process.join(timeout=_GRACE_S)
-        if self.process.is_alive():
-            logger.warning(
-                "the process %d of a rank was killed: its function has returned, but a thread or an exit "
-                "handler still ran after %.0f s.",
-                self.process.pid,
-                _GRACE_S,
-            )
-            self.process.kill()
-        self.process.join(timeout=_GRACE_S)
-        self.process.close()
-        self.pipe.close()
-        self.stacks.close()
+def _early_end(rank: int, process: BaseProcess) -> RankResult:
+    code = process.exitcode or 0
+    how = f"was killed by {signal_name(-code)}"
+    why = "memory ran out, or native code crashed, or a user killed it."
+    if code >= 0:
+        how = f"ended with exit code {code} before its function returned"
+        why = "the function or a library called os._exit, or exit of C."
+    error = LaunchFailed(f"rank {rank} {how}.", why=why, rank=rank, rank_exit_code=code)
+    return RankResult(rank, error=error, failure=_rank_outcome(rank, returncode=code))
+
+
+def _rank_outcome(
+    rank: int, error: Error | None = None, returncode: int | None = None
+) -> RankOutcome:
+    here = {"host": "localhost", "pid": os.getpid(), "time": time.time()}
+    return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
+
+
+def _end(process: BaseProcess) -> None:
+    """Wait for the end of a process whose outcome is known; kill it after 5 s."""
+    process.join(timeout=_GRACE_S)
+    if process.exitcode is None:
+        logger.warning(
+            "the process %d of a rank was killed: its function has returned, but a thread or an exit "
+            "handler still ran after %.0f s.",
+            process.pid,
+            _GRACE_S,
+        )
+        process.kill()
+        process.join(timeout=_GRACE_S)
+    process.close()
 
 
 @contextlib.contextmanager
@@ -279,21 +297,15 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
-        PACELINE_LAUNCHED="1",  # the lines of output begin with the rank
     )
     return environ
 
 
-def _serve(
-    pipe: Connection,
-    stacks: Connection,
-    payload: bytes,
-    environ: dict[str, str],
-    options: dict[str, Any],
-) -> None:
+def _serve(folder: Path, payload: bytes, environ: dict[str, str], options: dict[str, Any]) -> None:
     """The main function of each rank's process."""
-    faulthandler.register(_DUMP_SIGNAL, file=stacks.fileno(), all_threads=True)
     rank = int(environ["RANK"])
+    stacks = (folder / f"{rank}.stacks").open("w")
+    faulthandler.register(_DUMP_SIGNAL, file=stacks, all_threads=True)
     os.environ.clear()
     os.environ.update(environ)
     # The fork server may have been started with a different environment than that of this call. OpenMP also
@@ -301,8 +313,6 @@ def _serve(
     threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     given = int(threads) if threads.isdecimal() else 0
     torch.set_num_threads(given or max(1, usable_cores() // int(environ["WORLD_SIZE"])))
-    streams = [_Lines(sys.stdout, rank), _Lines(sys.stderr, rank)]
-    sys.stdout, sys.stderr = streams
     outcome = RankResult(rank)
     try:
         function, args = cloudpickle.loads(payload)
@@ -312,55 +322,10 @@ def _serve(
         outcome.error = error
         outcome.text = traceback.format_exc()
         outcome.failure = _rank_outcome(rank, Error.of(error, outcome.text))
-    for stream in streams:
-        stream.finish()
-    data = _pack(outcome)
-    left = memoryview(_SIZE.pack(len(data)) + data)
-    while left:
-        left = left[os.write(pipe.fileno(), left) :]
-    pipe.close()
-
-
-class _Lines:
-    """The output of a rank: whole lines, so that those of several ranks do not mix.
-
-    Lines of rank 0 are as they are; those of other ranks begin with "[1] ", as under `paceline run`. A line
-    without an end is written when the rank ends, or when it is very long.
-    """
-
-    def __init__(self, stream: TextIO, rank: int) -> None:
-        self._stream = stream
-        self._prefix = f"[{rank}] " if rank else ""
-        self._partial = ""
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write the lines that are complete."""
-        with self._lock:
-            *lines, self._partial = (self._partial + text).split("\n")
-            if len(self._partial) > _LONG_LINE:
-                lines, self._partial = [*lines, self._partial], ""
-            if lines:
-                # One call: the kernel does not mix what several processes write to a pipe, up to 4 KiB.
-                self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-                self._stream.flush()
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write all of them."""
-        self.write("".join(lines))
-
-    def finish(self) -> None:
-        """Write what is left."""
-        if self._partial:
-            self.write("\n")
-
-    def isatty(self) -> bool:
-        """A progress bar needs the terminal for itself, which several ranks share."""
-        return False
+    written = folder / f"{rank}.new"
+    written.write_bytes(_pack(outcome))
+    with contextlib.suppress(FileNotFoundError):  # the caller has given up, and removed the folder
+        written.rename(folder / str(rank))
 
 
 def _pack(outcome: RankResult) -> bytes:
@@ -375,56 +340,3 @@ def _pack(outcome: RankResult) -> bytes:
             f"rank {outcome.rank} failed: {text.strip().splitlines()[-1]}", rank=outcome.rank
         )
         return cloudpickle.dumps(outcome)  # type: ignore[no-any-return]
-
-
-def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[RankResult]:
-    outcomes: dict[int, RankResult] = {}
-    start = time.monotonic()
-    deadline = None if deadline_s is None else start + deadline_s
-    while len(outcomes) < len(ranks):
-        open_ranks = [number for number in range(len(ranks)) if number not in outcomes]
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            for number in open_ranks:
-                outcomes[number] = _unfinished(number, ranks[number], time.monotonic() - start)
-            break
-        # A child of a rank may hold the rank's end of the pipe open, so the end of its process counts too.
-        waiting = [ranks[number] for number in open_ranks]
-        wait([r.pipe for r in waiting] + [r.process.sentinel for r in waiting], timeout=left)
-        for number in open_ranks:
-            has_ended = not ranks[
-                number
-            ].process.is_alive()  # before the read, which is then the last
-            outcome = ranks[number].receive()
-            if outcome is not None or has_ended:
-                outcomes[number] = outcome or _early_end(number, ranks[number])
-        # After a failure the others have a short time to send their outcome.
-        if any(o.error is not None for o in outcomes.values()):
-            limit = time.monotonic() + _GRACE_S
-            deadline = limit if deadline is None else min(deadline, limit)
-    return [outcomes[number] for number in range(len(ranks))]
-
-
-def _unfinished(number: int, rank: _Rank, after_s: float) -> RankResult:
-    error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    outcome = RankResult(number, error=error, text=rank.dump_stacks())
-    rank.process.kill()
-    return outcome
-
-
-def _rank_outcome(
-    rank: int, error: Error | None = None, returncode: int | None = None
-) -> RankOutcome:
-    here = {"host": "localhost", "pid": os.getpid(), "time": time.time()}
-    return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
-
-
-def _early_end(number: int, rank: _Rank) -> RankResult:
-    code = rank.process.exitcode or 0
-    how = f"was killed by {signal_name(-code)}"
-    why = "memory ran out, or native code crashed, or a user killed it."
-    if code >= 0:
-        how = f"ended with exit code {code} before its function returned"
-        why = "the function or a library called os._exit, or exit of C."
-    error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
-    return RankResult(number, error=error, failure=_rank_outcome(number, returncode=code))

@@ -60,15 +60,7 @@ def launch(options: LaunchOptions, local_ranks: LocalRanks) -> int:
     Collective: one process of each node.
     """
 
-    def stuck(number: int) -> None:
-        # The main thread waits in native code of torch, possibly for minutes, and cannot handle the signal.
-        local_ranks.say(f"{signal.Signals(number).name} received while torch waits for other nodes")
-        for rank in local_ranks.ranks:
-            rank.kill()
-        local_ranks.pump.drain(stalled_s=1.0)
-        os._exit(128 + number)
-
-    received = signals.ReceivedSignals(stuck, on_signal=local_ranks.wake)
+    received = signals.ReceivedSignals()
     local_ranks.has_signal = lambda: bool(received.received)
     names = options.args.signals_to_handle
     forced = names != signals.DEFAULT_SIGNALS
