@@ -192,7 +192,7 @@ def test_the_command_for_a_runtime_of_kubeflow(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(f"PET_{name}", value)
     monkeypatch.setenv("PET_MASTER_ADDR", "a-node-0-0.a")
     (page,) = (ROOT / "docs").rglob("kubernetes.md")
-    (line,) = re.findall(r"^paceline run (.*)$", page.read_text(), re.M)
+    (line,) = re.findall(r"`paceline run (.*)`", page.read_text())
     options = read_options(line.replace("$(PET_MASTER_ADDR)", "a-node-0-0.a").split())
     assert str(options.endpoint) == "a-node-0-0.a:29400"
     assert (options.node_rank, options.max_nodes, options.nproc) == (1, 2, 4)
