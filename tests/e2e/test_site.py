@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ pytestmark = [
 
 class Handler(SimpleHTTPRequestHandler):
     """Serves the site, and lets the browser write each request to another host to its console."""
+
+    def do_GET(self) -> None:
+        """A file; `/slow` is empty, and takes 3 s."""
+        if self.path != "/slow":
+            return super().do_GET()
+        time.sleep(3)
+        self.send_response(204)
+        return self.end_headers()
 
     def end_headers(self) -> None:
         """Add the policy to each answer."""
@@ -114,18 +123,21 @@ def test_every_page_opens_without_an_error_or_a_request_to_another_host(
 
 
 SEARCH = """<script>
-setTimeout(() => {
+// The browser's virtual time waits for an answer of the server, and not for a worker.
+const pause = () => fetch("/slow").catch(() => {});
+setTimeout(async () => {
+  await pause();
   document.querySelector(".md-search__button").click();
+  await pause();
+  const root = [...document.querySelectorAll("*")].map((e) => e.shadowRoot).find(Boolean);
+  const input = root.querySelector("input");
+  input.value = "checkpoint";
+  input.dispatchEvent(new InputEvent("input", { bubbles: true }));
+  await pause();
   setTimeout(() => {
-    const root = [...document.querySelectorAll("*")].map((e) => e.shadowRoot).find(Boolean);
-    const input = root.querySelector("input");
-    input.value = "checkpoint";
-    input.dispatchEvent(new InputEvent("input", { bubbles: true }));
-    setTimeout(() => {
-      const links = [...root.querySelectorAll("a")].map((a) => a.href);
-      console.log("FOUND " + links.map((link) => link.split("/site/").pop()).join(" "));
-    }, 2000);
-  }, 800);
+    const links = [...root.querySelectorAll("a")].map((a) => a.href);
+    console.log("FOUND " + links.map((link) => link.split("/site/").pop()).join(" "));
+  }, 2000);
 }, 1000);
 </script></body>"""
 
