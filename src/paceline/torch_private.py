@@ -31,8 +31,7 @@ class PrivateName:
         why: why it is needed, and why no public name is enough.
         since: the first torch release that has been tested with it.
         without: what Paceline does if the name is missing, as the end of a sentence.
-        of_objects: whether only objects have the attribute, not their class: `attribute` reads it, and
-            `set_attribute` writes it.
+        of_objects: whether only objects have the attribute, not their class: `attribute` reads it.
     """
 
     path: str
@@ -253,11 +252,6 @@ def has(path: str) -> bool:
     return there
 
 
-def has_all(without: str) -> bool:
-    """Whether the installed torch has all names with this `without`; it warns of the first missing one."""
-    return all(has(name.path) for name in NAMES if name.without == without)
-
-
 def _warn(name: PrivateName) -> None:
     version = importlib.import_module("torch").__version__
     log.once(f"torch {version} has no {name.path}: {name.without}.")
@@ -276,15 +270,6 @@ def attribute(path: str, owner: Any) -> Any | None:
         KeyError: `path` is not in `NAMES`.
     """
     return getattr(owner, _BY_PATH[path].path.rpartition(".")[2], None)
-
-
-def set_attribute(path: str, owner: Any, value: Any) -> None:
-    """Set the attribute at `path` of an object. torch does not see it if `has(path)` is False.
-
-    Raises:
-        KeyError: `path` is not in `NAMES`.
-    """
-    setattr(owner, _BY_PATH[path].path.rpartition(".")[2], value)
 
 
 def wrap(path: str, wrapper: Callable[[Any], Any]) -> bool:
