@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tempfile
@@ -13,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from paceline.checkpoint.store import open_store
-from paceline.doctor import session
 from paceline.errors import ConfigError
 from paceline.job import environment
 from paceline.job.rendezvous import _port_folder
@@ -121,29 +119,3 @@ def test_no_name_from_another_rank_leads_out_of_the_folder_of_checkpoints(tmp_pa
     with pytest.raises(ValueError, match="leads out of"):
         store.write(f"{attempt}/rank-1.bin", [b"x"])
     assert list(tmp_path.iterdir()) == []
-
-
-class _ForgedStore(dist.HashStore):
-    """Another user has replaced the name of the doctor's file."""
-
-    victim = ""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        if keys[0].startswith("token"):
-            return [json.dumps(self.victim).encode()] * len(keys)
-        values: list[bytes] = super().multi_get(keys)
-        return values
-
-
-def test_the_doctor_removes_its_own_file_only(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    store, victim = _ForgedStore(), tmp_path / "victim"
-    victim.touch()
-    store.victim = str(victim)
-    for name in ("written/1", "seen/1"):
-        store.set(name, "true")
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    info = environment.read({**variables, **master})
-    assert session._shared(store, info, tmp_path / "folder") == [True, True]
-    assert victim.exists()

@@ -215,14 +215,14 @@ def test_the_name_of_the_script_becomes_a_name_of_kubernetes(script: str, name: 
 COMMON = {
     "--gpus 17": "--gpus must be at most 16, got 17.",
     "--gpus 2 --nproc-per-node 4": "--nproc-per-node is 4, and a node has 2 GPUs.",
-    "--nodes 0": "--nodes must be 1 or more, and is 0.",
-    "--memory 64": "--memory must be a size such as 512M or 64G, and is '64'.",
+    "--nodes 0": "--nodes: must be 1 or more, and is 0.",
+    "--memory 64": "--memory: must be a size such as 512M or 64G, and is '64'.",
     # Minutes for some schedulers, and seconds or hours for others.
-    "--grace 4": "--grace must be a time such as 90m, 4h or 1d12h, and is '4'.",
-    "--grace 0s": "--grace must be a time such as 90m, 4h or 1d12h, and is '0s'.",
-    "--grace 1h-4m": "--grace must be a time such as 90m, 4h or 1d12h, and is '1h-4m'.",
-    "--lr 0.1": "there is no option '--lr'.",
-    "--n 2": "'--n' is not the full name of an option.",
+    "--grace 4": "--grace: must be a time such as 90m, 4h or 1d12h, and is '4'.",
+    "--grace 0s": "--grace: must be a time such as 90m, 4h or 1d12h, and is '0s'.",
+    "--grace 1h-4m": "--grace: must be a time such as 90m, 4h or 1d12h, and is '1h-4m'.",
+    "--lr 0.1": "unrecognized arguments: --lr",
+    "--n 2": "--n could match --nodes",
     "--name a\u2028b": "'a\\u2028b' has characters that cannot be printed.",
 }
 IMAGES = ("Me/train:1", "me/train:", "-v")
@@ -235,7 +235,7 @@ WRONG = [
         ("slurm train.py", f"--run-folder={folder}", "sbatch cannot write its output there.")
         for folder in ("/my%20runs", "~/runs", "/a;b")
     ),
-    ("k8s train.py", "", "missing: --image."),
+    ("k8s train.py", "", "are required: --image"),
     *(
         ("k8s train.py", f"--image={image}", f"--image {image!r} is not a valid image name.")
         for image in IMAGES
@@ -244,19 +244,19 @@ WRONG = [
         ("k8s train.py --image a", f"--name={name}", f"--name {name!r} is not a valid name.")
         for name in ("Train", "my_train", "1st", "a-", "a.b", "a" * 62)
     ),
-    ("k8s train.py --image a", "--kind pod", "'pod' is not a valid --kind"),
+    ("k8s train.py --image a", "--kind pod", "invalid choice: 'pod'"),
     *(
         (line, f"--run-folder={folder}", "a volume cannot be mounted there.")
         for line in ("k8s train.py --image a", "docker train.py")
         for folder in FOLDERS
     ),
-    ("docker train.py", "--time 4h", "there is no option '--time'."),
+    ("docker train.py", "--time 4h", "unrecognized arguments: --time"),
     ("docker train.py", "--name A", "--name 'A' is not a valid name."),
     ("k8s trian.py --image a", "", "there is no script 'trian.py'"),
     ("k8s {here}/train.py --image a", "", "is a path of this machine"),
     ("docker ../project/train.py", "", "train.py' is outside of this folder"),
-    ("k8 train.py", "", "'k8' is not a valid SCHEDULER"),
-    ("", "", "missing: SCHEDULER"),
+    ("k8 train.py", "", "invalid choice: 'k8'"),
+    ("", "", "are required: SCHEDULER"),
 ]
 
 
