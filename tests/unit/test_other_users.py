@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from paceline.checkpoint.store import open_store
 from paceline.errors import ConfigError
-from paceline.job import environment
 from paceline.job.rendezvous import _port_folder
 from paceline.launch import failure_report
 from paceline.launch.nodes import decode_state
