@@ -124,6 +124,38 @@ def _loop(job: Any, folder: str, epochs: int) -> tuple[int, int]:
     return before, training.number
 
 
+def _own_loop(job: Any, folder: str) -> list[Any]:
+    model = paceline.ddp(job, _net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batches = paceline.Batches(job, make_data(26, torch.float64), global_batch=8)
+    checkpoints = paceline.Checkpoints(folder)
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    stopping, best = paceline.EarlyStopping(patience=2), paceline.BestCheckpoint()
+    monitor = paceline.LearningRateMonitor()
+    training.keep(stopping=stopping, best=best)
+    training.report(folder)
+    values = iter([4.0, 4.5, 4.2, 3.0])
+    saved = []
+    for step in training.steps(epochs=9):
+        backwards(training, step)
+        step.update()
+        monitor.on_step_end(training, step)
+        if step.number % 3 == 0:  # most are in the middle of an epoch of 4 steps
+            evaluation = paceline.Evaluation(26, {"loss": next(values)})
+            if best.is_best(evaluation):
+                training.save(best=True)
+                saved.append(step.number)
+            stopping.update(step, evaluation)
+    return [training.number, saved]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_callbacks_serve_a_loop_too(nproc: int, tmp_path: Path) -> None:
+    assert run_ranks(_own_loop, str(tmp_path), nproc=nproc) == [[9, [3]]] * nproc
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["lr"] for line in lines] == [0.5] * 9
+
+
 def _fits_twice(job: Any, folder: str) -> bool:
     best = paceline.BestCheckpoint("loss")
     trainer = _trainer(best, validation=_validation())

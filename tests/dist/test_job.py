@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import weakref
 from typing import Any
@@ -21,7 +20,6 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import (
-    CollectiveTimeout,
     ConfigError,
     LaunchFailed,
     PeerFailed,
@@ -108,7 +106,7 @@ def test_an_error_of_rank_0_reaches_all() -> None:
 
 def _result_without_json(job: Any) -> str:
     try:
-        collectives.on_rank0(job, lambda: {1, 2}, timeout_s=5)
+        collectives.on_rank0(job, lambda: {1, 2})
     except (TypeError, paceline.PacelineError) as error:
         return type(error).__name__
     return "none"
@@ -116,16 +114,6 @@ def _result_without_json(job: Any) -> str:
 
 def test_a_result_that_json_cannot_represent_is_an_error_of_all_ranks() -> None:
     assert run_ranks(_result_without_json, nproc=2) == ["TypeError", "PeerFailed"]
-
-
-def _rank0_sleeps(job: Any) -> None:
-    collectives.on_rank0(job, lambda: threading.Event().wait(3), timeout_s=0.5)
-
-
-def test_waiting_for_rank_0_can_be_bounded() -> None:
-    outcomes = run_failing_ranks(_rank0_sleeps, nproc=2)
-    assert isinstance(outcomes[1].error, CollectiveTimeout)
-    assert outcomes[1].error.missing == [0]
 
 
 def _sums(job: Any, faults: list[Fault]) -> str:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import time
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -26,7 +25,6 @@ from small_trainings import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -566,22 +564,6 @@ def test_the_loss_may_be_read_again_in_a_step(nproc: int) -> None:
     assert any(first != last for first, last in each[0])
 
 
-def _loss_on_one_rank(job: Any) -> None:
-    training = _training(job)
-    for step in training.steps(epochs=2):
-        backwards(training, step)
-        step.update()
-        if job.rank == 0 and step.number == 2:
-            float(step.loss)
-
-
-def test_reading_the_loss_on_one_rank_is_named() -> None:
-    outcomes = run_failing_ranks(_loss_on_one_rank, nproc=3)
-    assert isinstance(outcomes[0].error, StepError)
-    assert "ranks 1 and 2 did not ask for the loss of step 2" in str(outcomes[0].error)
-    assert all(isinstance(o.error, PeerFailed) for o in outcomes[1:])
-
-
 def _loss_after_the_loop(job: Any, ranks: list[int]) -> list[float]:
     training = _training(job)
     losses, found = [], []
@@ -603,29 +585,6 @@ def test_the_loss_may_be_read_after_the_loop() -> None:
     assert len(set(each[0])) == 3
 
 
-def test_reading_the_loss_on_one_rank_after_the_loop_is_named() -> None:
-    outcomes = run_failing_ranks(_loss_after_the_loop, [0], nproc=2)
-    assert isinstance(outcomes[0].error, StepError)
-    assert "rank 1 did not ask for the loss of step 3" in str(outcomes[0].error)
-    assert isinstance(outcomes[1].error, PeerFailed)
-
-
-def _save_on_one_rank(job: Any, folder: str) -> None:
-    training = _training(job, checkpoints=paceline.Checkpoints(folder))
-    for step in training.steps(epochs=1):
-        backwards(training, step)
-        step.update()
-        if step.number == 2 and job.rank == 0:
-            training.save()
-
-
-def test_a_save_on_one_rank_is_named(tmp_path: Path) -> None:
-    outcomes = run_failing_ranks(_save_on_one_rank, str(tmp_path), nproc=3)
-    assert isinstance(outcomes[0].error, StepError)
-    assert "ranks 1 and 2 did not call `training.save`" in str(outcomes[0].error)
-    assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
-
-
 def _export_after_leaving(job: Any, folder: str) -> None:
     training = _training(job)
     for step in training.steps(epochs=2):
@@ -642,42 +601,6 @@ def test_an_export_after_one_rank_left_the_loop_names_it(tmp_path: Path) -> None
     )
     for outcome in outcomes:
         assert "rank 0 left the training loop after step 2" in str(outcome.error)
-    assert not list(tmp_path.iterdir())
-
-
-def _alone(job: Any, call: str, folder: str, in_loop: bool) -> None:
-    model = paceline.ddp(job, _model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plateau = ReduceLROnPlateau(optimizer)
-    batches = paceline.Batches(job, make_data(), global_batch=6)
-    training = paceline.Training(job, model, optimizer, batches, schedule=plateau)
-
-    def act() -> None:
-        if job.rank == 0:
-            if call == "export":
-                training.export(f"{folder}/model.pth")
-            else:
-                training.step_schedule(1.0)
-
-    for step in training.steps(epochs=1):
-        backwards(training, step)
-        step.update()
-        if step.number == 2 and in_loop:
-            act()
-    if not in_loop:
-        act()
-
-
-@pytest.mark.parametrize("in_loop", [True, False])
-@pytest.mark.parametrize("call", ["export", "step_schedule"])
-def test_an_export_or_a_metric_of_one_rank_is_named(
-    call: str, in_loop: bool, tmp_path: Path
-) -> None:
-    outcomes = run_failing_ranks(
-        _alone, call, str(tmp_path), in_loop, nproc=2, timeout_s=40, deadline_s=30
-    )
-    assert isinstance(outcomes[0].error, StepError)
-    assert f"rank 1 did not call `training.{call}` at this point" in str(outcomes[0].error)
     assert not list(tmp_path.iterdir())
 
 
@@ -1199,75 +1122,6 @@ def test_the_error_of_a_bad_sample_names_step_rank_and_sample(kind: str, nproc: 
         steps.add(error.step)
     (step,) = steps
     assert 1 <= step <= 4
-
-
-def _calls_on_rank_0(job: Any, call: str, where: str, then: str, folder: str) -> None:
-    """Rank 0 alone makes a call before the loop, in a step or after the loop; then all ranks do something."""
-    training = _training(job, checkpoints=paceline.Checkpoints(folder))
-    model = training.models[0]
-
-    def evaluate() -> None:
-        paceline.evaluate(job, model, make_data(), lambda m, b: {"loss": loss_sum(m, b)})
-
-    calls: dict[str, Any] = {
-        "save": training.save,
-        "export": partial(training.export, f"{folder}/model.pth"),
-        "load_state_dict": lambda: training.load_state_dict(training.state_dict()),
-        "resume": training.resume,
-        "evaluate": evaluate,
-    }
-
-    def come_to(point: str) -> None:
-        if point == where and job.rank == 0:
-            calls[call]()
-        if point == where and then == "evaluate":
-            evaluate()
-
-    come_to("before the loop")
-    for step in training.steps(until=3):
-        if step.number == 2:
-            come_to("before the sum")
-        backwards(training, step)
-        step.update()
-        if step.number == 2:
-            come_to("after the update")
-    come_to("after the loop")
-
-
-@pytest.mark.parametrize(
-    ("call", "where", "then"),
-    [
-        ("save", "before the sum", ""),
-        ("save", "after the update", ""),
-        ("save", "after the update", "evaluate"),
-        ("export", "before the loop", ""),
-        ("export", "before the sum", ""),
-        ("export", "after the update", ""),
-        ("export", "after the loop", ""),
-        ("export", "after the loop", "evaluate"),
-        ("load_state_dict", "before the loop", ""),
-        ("load_state_dict", "after the loop", ""),
-        ("resume", "before the loop", "evaluate"),
-        ("evaluate", "before the loop", ""),
-        ("evaluate", "before the sum", ""),
-        ("evaluate", "after the loop", ""),
-    ],
-)
-def test_a_call_on_one_rank_is_an_error_long_before_the_timeout(
-    call: str, where: str, then: str, tmp_path: Path
-) -> None:
-    began = time.monotonic()
-    outcomes = run_failing_ranks(
-        _calls_on_rank_0, call, where, then, str(tmp_path), nproc=3, timeout_s=50
-    )
-    assert time.monotonic() - began < 40
-    texts = [str(outcome.error) for outcome in outcomes]
-    # If all ranks wait, the first that notices it names the call that it is in itself.
-    names = {call, then or ("resume" if where == "before the loop" else call)}
-    prefixed = [name if name == "evaluate" else f"training.{name}" for name in names]
-    assert any(
-        f"did not call `{name}` at this point" in text for name in prefixed for text in texts
-    )
 
 
 def _infinite_mask(job: Any, folder: str) -> int:

@@ -75,7 +75,7 @@ class Planner:
             [(n, t.shape, t.dtype, getattr(t, "placements", 0)) for n, t in tensors.items()]
         )
         changed = self._layout is None or signature != self._signature
-        if any(int(t) for t in collectives.gather_tensor(job, torch.tensor([int(changed)]))):
+        if any(collectives.gather(job, bool(changed))):
             self._layout = _divide(job, tensors)
             self._signature = signature
         assert self._layout is not None

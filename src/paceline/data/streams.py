@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline import log
@@ -31,6 +30,7 @@ from paceline.data.samples import Collate, ReadErrors, keep_globals, sample_keys
 from paceline.data.workers import Failure, Workers, refuse_unsendable
 from paceline.errors import DataError, PacelineError, RankDisagreement
 from paceline.job import rng
+from paceline.job.exchange import Pending
 from paceline.job.job import Job
 
 _MISSING: Any = object()
@@ -282,13 +282,13 @@ class _PendingStep:
 
     Attributes:
         by_rank: for each data rank, the samples that it read and the digest of its first sample, int64 of
-            shape (data ranks, 2); complete when `work` has ended.
-        work: the asynchronous reduction of `by_rank`; None on one data rank.
+            shape (data ranks, 2); complete when `pending` was read.
+        pending: the sum of `by_rank` over the ranks; None in a job of one process.
     """
 
     part: Part
     by_rank: torch.Tensor
-    work: Any
+    pending: Pending | None
 
 
 class StreamLoader(Loader):
@@ -314,7 +314,6 @@ class StreamLoader(Loader):
         )
         self._num_workers = workers
         self._workers: Workers | None = None
-        self._control = job.data.control
         self._ghost: Any = None
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
@@ -371,7 +370,7 @@ class StreamLoader(Loader):
         if n < least:
             raise self._too_short_error(epoch, offset)
         while n >= least:
-            if self._control is not None:
+            if self._job.exchange is not None:
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
             following = self._finish_reduction(ahead[0], epoch, offset + global_batch)
@@ -379,7 +378,7 @@ class StreamLoader(Loader):
                 raise self._uneven_shards_error(epoch, offset + global_batch)
             yield step.part, n, following < least
             offset, n = offset + global_batch, following
-            if self._control is None:
+            if self._job.exchange is None:
                 read_ahead()
         while not ended:
             # A rank without a sample in the last step has not read to the end of its shard yet.
@@ -392,18 +391,17 @@ class StreamLoader(Loader):
         by_rank = torch.zeros(self._plan.size, 2, dtype=torch.int64)
         by_rank[self._plan.rank, 0] = part.num_read
         by_rank[self._plan.rank, 1] = part.first_digest
-        work = None
-        if self._control is not None:
-            work = dist.all_reduce(by_rank, group=self._control, async_op=True)
-        return _PendingStep(part, by_rank, work)
+        exchange, pending = self._job.exchange, None
+        if exchange is not None:
+            if not self._job.data.reports:  # another rank has read the same samples
+                by_rank.zero_()
+            pending = exchange.send("the next step of a stream", numbers=by_rank)
+        return _PendingStep(part, by_rank, pending)
 
     def _finish_reduction(self, step: _PendingStep, epoch: int, offset: int) -> int:
         """The number of samples of a step over all ranks; 0 after the end of the epoch."""
-        if step.work is not None:
-            try:
-                step.work.wait()
-            except RuntimeError as error:
-                self._job.reraise(error)
+        if step.pending is not None and self._job.exchange is not None:
+            self._job.exchange.read_sum(step.pending)
         num_read: list[int] = step.by_rank[:, 0].tolist()
         if self._reader.sharded:
             return sum(num_read)

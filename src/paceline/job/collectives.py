@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,81 +15,59 @@ import torch
 import torch.distributed as dist
 
 from paceline.credentials import redact
-from paceline.errors import (
-    CollectiveTimeout,
-    PacelineError,
-    PeerFailed,
-    StepError,
-    name_ranks,
-    refuse_different_values,
-)
-from paceline.job import current_step
+from paceline.errors import PeerFailed, refuse_different_values
+from paceline.job.exchange import ON_EVERY_RANK
 from paceline.job.job import Job
 
 T = TypeVar("T")
-_ON_RANK0_POLL_S = 0.02
 
 
-def gather(job: Job, value: Any) -> list[Any]:
+def gather(job: Job, value: Any, *, call: str = "gather", fix: str = ON_EVERY_RANK) -> list[Any]:
     """The values of all ranks, in rank order. A value may be anything that JSON can represent.
 
-    Collective: all ranks, same order as the job's other collectives.
-    """
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = gather_rows(job, torch.tensor(len(data)), job.control).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    rows = gather_rows(job, padded, job.control)
-    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
-
-
-def gather_reports(job: Job, value: Any) -> list[Any]:
-    """The values of one rank for each data rank, in their order; on all ranks. See `gather`.
-
-    Collective: all ranks, same order as the job's other collectives.
-    """
-    everyone = gather(job, value)
-    return [everyone[rank] for rank in job.data.reporters]
-
-
-def gather_in_step(
-    job: Job,
-    call: str,
-    value: Any,
-    *,
-    action: str,
-    error: type[PacelineError] = StepError,
-    why: str,
-    fix: str,
-) -> list[Any]:
-    """The values that all ranks give in the same step, or after it, in rank order; missing ranks are named.
-
-    Through the store, so that ranks which make the call alone get an error instead of waiting for the others.
-
     Args:
-        call: Which call it is, for the store.
-        action: What all ranks must do, for the error: "call `evaluate` in this step".
+        call: Which call of the user it belongs to, for the error.
+        fix: What to do if only some ranks make the call.
 
     Raises:
-        error: Some ranks ended the step, or outside of a step left the job, without the call.
-
-    Collective: all ranks, in the same step or after the same one.
-    """
-    if job.peers is None:
-        return [value]
-    values, missing = job.peers.exchange_in_step(call, value, timeout_s=job.timeout_s)
-    if missing:
-        what = f"{name_ranks(missing)} did not {action}."
-        raise error(what, where=job.where(), why=why, fix=fix, step=current_step.step)
-    return values
-
-
-def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The CPU tensors of all ranks, in rank order; equal shapes and dtypes.
+        StepError: on all ranks, if some made another call instead, or went on without one.
+        CollectiveTimeout: a rank did not come in time.
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    return list(gather_rows(job, tensor, job.control))
+    if job.exchange is None:
+        return [json.loads(json.dumps(value))]
+    return job.exchange.gather(call, value, fix=fix)
+
+
+def gather_tensors(
+    job: Job, own: Sequence[torch.Tensor], *, call: str = "gather"
+) -> list[list[torch.Tensor]]:
+    """The tensors of each rank, on the CPU, in rank order; numbers, dtypes and shapes may differ.
+
+    Collective: all ranks, same order as the job's other collectives. See `gather`.
+    """
+    # The clone of a tensor of one element has a stride of 1, as `view` needs it.
+    tensors = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in own]
+    if job.exchange is None:
+        return [tensors]
+    layout = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    layouts = job.exchange.gather(call, layout)
+    body = b"".join(each.view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
+    bodies = job.exchange.gather_bytes(call, body)
+    return [_tensors_in(*each) for each in zip(bodies, layouts, strict=True)]
+
+
+def _tensors_in(body: bytes, layout: list[tuple[str, list[int]]]) -> list[torch.Tensor]:
+    found, at = [], 0
+    for name, shape in layout:
+        tensor = torch.empty(shape, dtype=getattr(torch, name))
+        if size := tensor.nbytes:
+            part = bytearray(body[at : at + size])
+            tensor = torch.frombuffer(part, dtype=tensor.dtype).reshape(shape)
+        found.append(tensor)
+        at += size
+    return found
 
 
 def gather_rows(job: Job, row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -143,8 +120,9 @@ def sum_over_ranks(job: Job, *values: float | torch.Tensor) -> tuple[float, ...]
 
     Collective: all ranks, the same number of values, in the same order as the job's other collectives.
     """
-    rows = gather_reports(job, [float(value) for value in values])
-    return tuple(exact_sum(column) for column in zip(*rows, strict=True))
+    rows = gather(job, [float(value) for value in values], call="sum_over_ranks")
+    reported = [rows[rank] for rank in job.data.reporters]
+    return tuple(exact_sum(column) for column in zip(*reported, strict=True))
 
 
 def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:
@@ -163,61 +141,33 @@ def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T
     return value
 
 
-def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = None) -> T:
+def on_rank0(job: Job, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 while the others wait; all get its result, or its error.
 
-    The others wait without a collective, so no collective times out while rank 0 downloads or tokenizes. The
-    result must be something that JSON can represent.
-
-    Args:
-        timeout_s: how long the others wait, in seconds; None waits as long as rank 0 lives.
+    The others wait as long as rank 0 lives, for it may download or tokenize. The result must be something
+    that JSON can represent.
 
     Raises:
         PeerFailed: on the other ranks, if `action` raised an error on rank 0.
-        CollectiveTimeout: rank 0 needed more than `timeout_s`.
 
-    Collective: all ranks, same order as other calls of this function.
+    Collective: all ranks, same order as the job's other collectives.
     """
-    if job.store is None:
+    if job.exchange is None:
         return action()
-    count = job.store.add(f"on_rank0/{job.rank}", 1)
-    answer = f"on_rank0/answer/{count}"
+    reply: dict[str, Any] = {}
     if job.rank == 0:
         try:
-            result = action()
-            text = json.dumps({"value": result})
+            reply = {"value": action()}
+            json.dumps(reply)
         except BaseException as error:
-            job.store.set(answer, json.dumps({"error": redact(f"{type(error).__name__}: {error}")}))
+            # Rank 0 does not wait for the others, who may come much later. The row must hold all of it.
+            text = redact(f"{type(error).__name__}: {error}").encode("ascii", "replace")[:200]
+            job.exchange.send("on_rank0", json.dumps({"error": text.decode()}).encode())
             raise
-        job.store.set(answer, text)
-        return result
-    return _await_answer(job, answer, timeout_s)  # type: ignore[no-any-return]
-
-
-def _await_answer(job: Job, answer: str, timeout_s: float | None) -> Any:
-    assert job.store is not None
-    assert job.peers is not None
-    began = time.monotonic()
-    while not job.store.check([answer]):
-        # Rank 0 answers before it reports its failure: the answer may have come since.
-        if (failure := job.peers.failure()) and not job.store.check([answer]):
-            raise failure
-        if timeout_s is not None and time.monotonic() - began > timeout_s:
-            raise CollectiveTimeout(
-                f"rank 0 did not finish within {timeout_s:g} s.",
-                where=job.where(),
-                missing=[0],
-                waited_s=timeout_s,
-            )
-        time.sleep(_ON_RANK0_POLL_S)
-    reply = json.loads(job.store.get(answer))
+    reply = job.exchange.gather("on_rank0", reply, has_timeout=False)[0]
     if "error" in reply:
-        raise PeerFailed(
-            f"rank 0 failed first: {reply['error']}",
-            where=job.where(),
-            rank=0,
-        )
-    return reply["value"]
+        raise PeerFailed(f"rank 0 failed first: {reply['error']}", where=job.where(), rank=0)
+    return reply["value"]  # type: ignore[no-any-return]
 
 
 def _run(job: Job, collective: Callable[[], Any]) -> None:

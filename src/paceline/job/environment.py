@@ -88,10 +88,7 @@ def _refuse_partial(
     have = [name for name in names if name in environ]
     missing = [name for name in names if name not in environ]
     # Inside a Slurm step or torchrun some variables of an outer MPI may be set; they do not apply here.
-    inner = (
-        all(name in environ for name in TORCHRUN)
-        or slurm.situation(environ) is not slurm.Situation.NO_STEP
-    )
+    inner = all(name in environ for name in TORCHRUN) or slurm.in_step(environ)
     if missing and any(name in environ for name in required_by) and not inner:
         raise ConfigError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "

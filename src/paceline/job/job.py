@@ -7,6 +7,7 @@ nothing waits for peers: the rank reports the failure, closes its connections, a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -26,17 +27,16 @@ import torch.distributed as dist
 
 from paceline import log
 from paceline.errors import (
-    CollectiveTimeout,
     ConfigError,
     PacelineError,
     PeerFailed,
     StepError,
-    name_ranks,
     rank_location,
     refuse_different_values,
 )
 from paceline.job import current_step, environment, failures, ray, rendezvous, store_exchange
 from paceline.job.devices import choose_backend, choose_device
+from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange
 from paceline.job.failures import Peers
 from paceline.job.forks import wait_before_forks
 from paceline.job.mesh import DataAxis, Mesh
@@ -45,7 +45,6 @@ from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
 from paceline.machine import usable_cores
 
-_WHILE_OTHERS_WORK = timedelta(days=3650)  # Gloo has no barrier without a timeout
 _current: weakref.ReferenceType[Job] | None = None
 
 
@@ -55,13 +54,11 @@ class LeftLoop:
 
     Attributes:
         step: the number of the step in which the loop was left.
-        is_updated: whether the update of this step was done.
         finish: waits for the training's save in progress. All ranks call it when all have left the loop;
             until then the reference keeps the training alive.
     """
 
     step: int
-    is_updated: bool
     finish: Callable[[], None]
 
 
@@ -85,7 +82,8 @@ class Job:
         group: the process group of all ranks; None in a job of one process.
         control: a Gloo group of all ranks for small host values; None in a job of one process.
         store: the job's key-value store; None in a job of one process.
-        peers: messages to other ranks apart from collectives; None in a job of one process.
+        exchange: the exchange of small values on `control`; None in a job of one process.
+        peers: the failures of the ranks; None in a job of one process.
         alive: whether the job has not been left.
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
@@ -119,6 +117,7 @@ class Job:
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None
+        self.exchange: Exchange | None = None
         self.peers: Peers | None = None
         self.alive = True
         self.failed = False
@@ -199,9 +198,7 @@ class Job:
             while self._leave_actions:
                 self._leave_actions.popitem()[1]()
             self.settle()
-            if self.peers is not None:
-                self.peers.passed = failures.NO_STEP_LEFT
-            self.wait_for_all_ranks()
+            self.wait_for_all_ranks(LEFT_JOB)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -210,21 +207,13 @@ class Job:
         self._close()
         failures.uninstall_excepthook()
 
-    def wait_for_all_ranks(self) -> None:
-        """Wait until all ranks call this, however long they work; a rank that has ended is an error.
+    def wait_for_all_ranks(self, call: str) -> None:
+        """Wait until all ranks make this call, however long they work; a rank that has ended is an error.
 
         Collective: all ranks.
         """
-        if self.control is None:
-            return
-        # Not the timeout of collectives: another rank may still plot or upload. If its process ends, its
-        # connections close, and the barrier fails at once.
-        options = dist.BarrierOptions()
-        options.timeout = _WHILE_OTHERS_WORK
-        try:
-            self.control.barrier(options).wait()
-        except RuntimeError as error:
-            self.reraise(error)
+        if self.exchange is not None:
+            self.exchange.gather(call, None, has_timeout=False)
 
     def abandon(self, error: BaseException) -> None:
         """Leave the job because of `error`, without waiting for any rank.
@@ -287,8 +276,7 @@ class Job:
         left, self.left_loop = self.left_loop, None
         if left is None:
             return
-        if self.peers is not None:
-            self.peers.leave_loop(left.step, updated=left.is_updated)
+        self.wait_for_all_ranks(LEFT_LOOP)
         log.logger.warning(
             "the training loop was left in step %d by `break` or an exception; what was not saved or "
             "logged before is lost. `step.stop()` ends the loop after a whole step.",
@@ -313,9 +301,12 @@ class Job:
         self.left_loop = None
         notice.take()  # a signal that this job did not handle does not stop the next one
         atexit.unregister(self._abandon_at_exit)
-        if self.peers is not None:
-            self.peers.close()
-        self.group = self.control = self.store = self.peers = None
+        if self.exchange is not None:
+            self.exchange.close()
+        if self.failed and self.control is not None:
+            # Never freed: a Gloo group that is freed waits for the peers of what is in flight.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.control))
+        self.group = self.control = self.store = self.exchange = self.peers = None
         self.device_mesh = self._data = None
         for name in self._variables:
             os.environ.pop(name, None)
@@ -429,28 +420,21 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
         device_id=job.device if job.device.type != "cpu" else None,
     )
     job.group = dist.group.WORLD
-    job.control = dist.new_group(backend="gloo", timeout=timeout)
+    # Not the timeout of collectives: rank 0 may download for hours, or plot at the end. `Exchange` has it.
+    job.control = dist.new_group(backend="gloo", timeout=FOREVER)
+    job.exchange = Exchange(
+        job.control,
+        dist.PrefixStore("exchange", job.store),
+        timeout_s=job.timeout_s,
+        reraise=job.reraise,
+        failure=job.peers.failure,
+    )
     if job.mesh is not None:
         _connect_axes(job, job.mesh, timeout)
-    _wait_until_connected(job, job.peers)
+    # A rank that fails before all are connected would break the connections of others.
+    job.exchange.gather("join", None)
     failures.install_excepthook(job.peers, hook)
     atexit.register(job._abandon_at_exit)
-
-
-def _wait_until_connected(job: Job, peers: Peers) -> None:
-    """Wait until all ranks are connected. A rank that fails before would break the connections of others."""
-    _, missing = peers.exchange(
-        "connected", None, lambda other: other.passed > 0, timeout_s=job.timeout_s
-    )
-    if missing:
-        raise CollectiveTimeout(
-            f"{name_ranks(missing)} did not connect within {job.timeout_s:g} s.",
-            where=job.where(),
-            why="it stopped, or it cannot reach the addresses of the other ranks.",
-            fix="see the output of that rank, and `paceline doctor`.",
-            missing=list(missing),
-            waited_s=job.timeout_s,
-        )
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:

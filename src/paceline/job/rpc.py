@@ -21,7 +21,7 @@ from torch.distributed import rpc as torch_rpc
 from torch.distributed.rpc.backend_registry import construct_rpc_backend_options
 
 from paceline.errors import ConfigError, PacelineError, PeerFailed, name_ranks
-from paceline.job.collectives import gather_in_step
+from paceline.job.collectives import gather
 from paceline.job.job import Job
 
 _SCHEME = "paceline-job"
@@ -68,14 +68,8 @@ def rpc(
     """
     names = [f"rank{rank}" for rank in range(job.world_size)]
     _refuse_wrong_use(job, timeout_s, num_worker_threads)
-    gather_in_step(
-        job,
-        "rpc",
-        None,
-        action="call `paceline.rpc`",
-        why="RPC connects all ranks of a job.",
-        fix="call it on every rank; a rank that only answers calls has an empty block.",
-    )
+    fix = "call it on every rank; a rank that only answers calls has an empty block."
+    gather(job, None, call="paceline.rpc", fix=fix)
     _start(job, names, timeout_s, num_worker_threads, device_maps)
     # Not a `finally`: after an error the job reports it to the other ranks before their calls break.
     remove = job.on_leave(lambda: _end(job, names, timeout_s))
@@ -165,7 +159,7 @@ def _end(job: Job, names: list[str], timeout_s: float) -> None:
     try:
         if not job.failed:
             # Torch's own wait cannot tell a rank that works from one that has ended.
-            job.wait_for_all_ranks()
+            job.wait_for_all_ranks("the end of paceline.rpc")
             all_came = True
     except RuntimeError as error:
         _reraise(job, names, error)

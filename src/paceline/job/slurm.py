@@ -1,7 +1,7 @@
 """What Slurm tells a task of `srun`: the place of a node or of a rank. The environment is an argument.
 
 A step has either one task for each node, which is `paceline run` and starts the ranks of the node, or one
-task for each rank, which is the script. `TRUTH_TABLE` says what a process is, as docs/howto/slurm.md does.
+task for each rank, which is the script.
 
 Source: the manual page of srun, and the variables of Slurm 22.05.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from paceline.errors import ConfigError
 
@@ -21,34 +20,6 @@ PORTS = (29500, 29550)
 NEEDED = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 # Slurm numbers the steps of shells (salloc, sbatch) from the top; they are not parallel tasks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MAX_NODES = 1 << 16  # in one range of a node list; Slurm's own limit is lower
-
-
-class Situation(Enum):
-    """What the variables say about a process. The values are the words of the documentation."""
-
-    NO_STEP = "a shell of `salloc` or `srun --pty`, or the script of `sbatch`"
-    TASK_PER_NODE = "a step with one task on each node"
-    TASKS_PER_NODE = "a step with several tasks on a node"
-    HETEROGENEOUS = "a step of several components (`srun A : B`)"
-
-
-class Meaning(Enum):
-    """What a process is in the job. The values are the words of the documentation."""
-
-    ALONE = "a job of its own"
-    NODE = "a node of the job"
-    RANK = "a rank of the job"
-    REFUSED = "refused"
-
-
-# For each situation, what `paceline run` is, and what a script is that it did not start.
-TRUTH_TABLE: Mapping[Situation, tuple[Meaning, Meaning]] = {
-    Situation.NO_STEP: (Meaning.ALONE, Meaning.ALONE),
-    Situation.TASK_PER_NODE: (Meaning.NODE, Meaning.RANK),
-    Situation.TASKS_PER_NODE: (Meaning.REFUSED, Meaning.RANK),
-    Situation.HETEROGENEOUS: (Meaning.REFUSED, Meaning.REFUSED),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +45,14 @@ class SlurmStep:
     restarts: int
 
 
-def situation(environ: Mapping[str, str]) -> Situation:
-    """The row of `TRUTH_TABLE` for a process with these variables.
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether a process with these variables is a task of a step.
 
-    Raises:
-        ConfigError: a variable cannot be read.
+    A shell of `salloc` or `srun --pty`, and the script of `sbatch`, are none.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    in_step = all(name in environ for name in NEEDED) and step.isdigit()
-    if not in_step or int(step) >= _FIRST_SPECIAL_STEP or _is_typed(environ):
-        return Situation.NO_STEP
-    if "SLURM_HET_SIZE" in environ:
-        return Situation.HETEROGENEOUS
-    one_each = all(count == 1 for count in _tasks(environ))
-    return Situation.TASK_PER_NODE if one_each else Situation.TASKS_PER_NODE
+    has_all = all(name in environ for name in NEEDED) and step.isdigit()
+    return has_all and int(step) < _FIRST_SPECIAL_STEP and not _is_typed(environ)
 
 
 def _is_typed(environ: Mapping[str, str]) -> bool:
@@ -106,11 +71,11 @@ def read_node(environ: Mapping[str, str]) -> SlurmStep | None:
     Raises:
         ConfigError: srun has started several launchers on a node, or the variables are contradictory.
     """
-    found = situation(environ)
-    meaning = TRUTH_TABLE[found][0]
-    if meaning is Meaning.REFUSED:
-        _refuse_heterogeneous(found)
-        tasks = _tasks(environ)
+    if not in_step(environ):
+        return None
+    _refuse_heterogeneous(environ)
+    tasks = _tasks(environ)
+    if max(tasks) > 1:
         raise ConfigError(
             f"srun has started {sum(tasks)} launchers on {_nodes(len(tasks))}.",
             where=f"Slurm job {environ['SLURM_JOB_ID']}, step {environ['SLURM_STEP_ID']}",
@@ -123,7 +88,7 @@ def read_node(environ: Mapping[str, str]) -> SlurmStep | None:
             "--standalone.",
             variables=["SLURM_STEP_TASKS_PER_NODE"],
         )
-    return _step(environ) if meaning is Meaning.NODE else None
+    return _step(environ)
 
 
 def read_rank(environ: Mapping[str, str]) -> SlurmStep | None:
@@ -132,53 +97,32 @@ def read_rank(environ: Mapping[str, str]) -> SlurmStep | None:
     Raises:
         ConfigError: a heterogeneous step, or contradictory variables.
     """
-    found = situation(environ)
-    _refuse_heterogeneous(found)
-    return _step(environ) if TRUTH_TABLE[found][1] is Meaning.RANK else None
+    if not in_step(environ):
+        return None
+    _refuse_heterogeneous(environ)
+    return _step(environ)
 
 
 def unused_nodes(environ: Mapping[str, str]) -> int:
     """How many nodes of the job a launcher leaves idle, because srun did not start it."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
-    if situation(environ) is not Situation.NO_STEP or not nodes.isdigit():
-        return 0
-    return max(0, int(nodes) - 1)
+    return max(0, int(nodes) - 1) if nodes.isdigit() and not in_step(environ) else 0
 
 
-def expand_nodes(text: str) -> list[str]:
-    """Expand a node list of Slurm: "a[1-3,07]b[1-2],c" gives a1b1, a1b2, a2b1, ..., a07b2, c.
+def first_host(nodes: str) -> str:
+    """The first host of a node list of Slurm: "a[01-03]b[2,5],c" gives a01b2.
 
     Raises:
-        ConfigError: the list is empty, or cannot be read.
+        ConfigError: the list has no such form.
     """
-    names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    try:
-        nodes = [node for name in names for node in _expand_name(name)]
-    except ValueError:
-        nodes = []
-    if not nodes or ",".join(names) != text:
+    name = re.match(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+", nodes)
+    if name is None:
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={text!r} is no list of nodes.",
+            f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes.",
             fix="unset it if you set it; srun sets it in each step.",
             variables=["SLURM_STEP_NODELIST"],
         )
-    return nodes
-
-
-def _expand_name(name: str) -> Iterator[str]:
-    head, bracket, tail = name.partition("[")
-    if not bracket:
-        yield name
-        return
-    inside, _, rest = tail.partition("]")
-    for part in inside.split(","):
-        low, dash, high = part.partition("-")
-        first, last = int(low), int(high if dash else low)
-        if not 0 <= last - first < _MAX_NODES:
-            raise ValueError(part)
-        for number in range(first, last + 1):
-            for end in _expand_name(rest) if rest else [""]:
-                yield f"{head}{number:0{len(low)}d}{end}"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name[0])
 
 
 def _step(environ: Mapping[str, str]) -> SlurmStep:
@@ -196,16 +140,7 @@ def _step(environ: Mapping[str, str]) -> SlurmStep:
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
     host = "localhost"
     if nodes > 1 or "SLURM_STEP_NODELIST" in environ:
-        names = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
-        host = names[0]
-        if len(names) != nodes:
-            raise ConfigError(
-                f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} has {_nodes(len(names))}, and "
-                f"the step has {nodes}.",
-                why="it is that of another step, or a script has set it.",
-                fix="start with srun, and do not export it.",
-                variables=["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"],
-            )
+        host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
     low, high = PORTS
     return SlurmStep(
         tasks=tasks,
@@ -243,8 +178,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _refuse_heterogeneous(found: Situation) -> None:
-    if found is Situation.HETEROGENEOUS:
+def _refuse_heterogeneous(environ: Mapping[str, str]) -> None:
+    if "SLURM_HET_SIZE" in environ:
         raise ConfigError(
             "this is a step of a heterogeneous Slurm job.",
             why="its components may have other nodes and GPUs, and all ranks need the same ones.",

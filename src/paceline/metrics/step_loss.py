@@ -45,12 +45,10 @@ class StepLoss:
     def __float__(self) -> float:
         if self._value is None:
             own = [0.0 if self._sum is None else float(self._sum), float(self._count)]
-            everyone = collectives.gather_in_step(
+            everyone = collectives.gather(
                 self._job,
-                "loss",
                 own,
-                action=f"ask for the loss of step {self.step}",
-                why="`float(step.loss)` adds up what all ranks hold.",
+                call="float(step.loss)",
                 fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",
             )
             reported = [everyone[rank] for rank in self._job.data.reporters]

@@ -351,10 +351,8 @@ class ExactSum:
 
         All ranks call it, after they have added all their micro-batches.
         """
-        largest = torch.tensor(self._seen_exponents, dtype=torch.int64)
-        if self._job.data.control is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
-        self._seen_exponents = largest.tolist()
+        everyone = collectives.gather(self._job, self._seen_exponents, call="step.backward")
+        self._seen_exponents = [max(own) for own in zip(*everyone, strict=True)]
         # A gradient that is far smaller than its scale allows would lose digits, or become 0.
         max_gap_bits = max(_MARGIN_BITS, _BITS - self._count_bits - _LEAST_BITS)
         fitted = self.exponents is not None and all(

@@ -2,11 +2,10 @@
 
 It carries the requests of the ranks (see `Requests`), the losses of the steps since the last word, and the
 duration of a step, summed over ranks. A word is sent every k steps; all ranks choose the same k so that about
-16 words a second are sent, or 8 through shared memory. Through shared memory it is read at once, because the
-ranks have just exchanged gradients and a Gloo thread would use their cores. Otherwise it is sent over a Gloo
-group and read when the next one is due, so no rank waits for it. All ranks read it after the same step. At
-the end of an epoch and of the training a word is sent and read at once. Losses on a device are copied when a
-word is sent and go with the next one, so the host does not wait for the device either.
+ten words a second are sent. It is read when the next one is due, so no rank waits for it. All ranks read it
+after the same step. At the end of an epoch and of the training a word is sent and read at once. Losses on a
+device are copied when a word is sent and go with the next one, so the host does not wait for the device
+either.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from paceline import log
 from paceline.clock.record import ROW_SIZE
 from paceline.errors import NonFinite, listed
 from paceline.job import collectives
+from paceline.job.exchange import WORD, Pending
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
-from paceline.shm.group import ShmGroup
 from paceline.training import weight
 
-# A stop takes up to two words and a step, or one word and a step through shared memory: less than 0.2 s if a
-# step takes less than 0.06 s.
-_WORDS_PER_S = 16.0
-_WORDS_PER_S_IN_MEMORY = 8.0
+# A stop takes up to two words and a step: less than 0.2 s if a step takes less than 0.06 s.
+_WORDS_PER_S = 10.0
 _MAX_STEPS_PER_WORD = 128
 
 
@@ -104,7 +100,7 @@ class _SentWord:
     """A word that was sent and not read yet.
 
     Attributes:
-        work: The exchange in progress; None if it happens when the word is read, or with one rank.
+        pending: The exchange in progress; None with one rank.
         numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss and
             its count, then the rows of the ranks about their time.
         step, steps: The last step before the word, and how many there were since the word before.
@@ -112,39 +108,13 @@ class _SentWord:
         bad: By step whose loss is NaN or infinite on this rank: the losses of its micro-batches.
     """
 
-    work: dist.Work | None
+    pending: Pending | None
     numbers: torch.Tensor
     step: int
     steps: int
     first: int
     size: int
     bad: dict[int, list[MicroBatchLoss]]
-
-
-class _Exchange:
-    """How words are summed over the ranks of a job: at once, when they are read, or in the background.
-
-    Attributes:
-        at_once: Whether a word is read as soon as it is sent: the ranks share memory, or there is one rank.
-        words_per_s: About how many words are sent in a second.
-    """
-
-    def __init__(self, job: Job) -> None:
-        shared = isinstance(job.group, ShmGroup)
-        self._group = job.group if shared else job.control
-        self.at_once = self._group is None or shared
-        self.words_per_s = _WORDS_PER_S_IN_MEMORY if shared else _WORDS_PER_S
-
-    def start(self, word: torch.Tensor) -> dist.Work | None:
-        """Begin to sum a word in place; None if `finish` does it all."""
-        return None if self.at_once else dist.all_reduce(word, group=self._group, async_op=True)
-
-    def finish(self, word: torch.Tensor, work: dist.Work | None) -> None:
-        """Sum a word in place, or wait until that is done."""
-        if work is not None:
-            work.wait()
-        elif self._group is not None:
-            dist.all_reduce(word, group=self._group)
 
 
 class Control:
@@ -175,7 +145,6 @@ class Control:
         self._job = job
         self._samples_at = samples_at
         self._skips_non_finite = skips_non_finite
-        self._exchange = _Exchange(job)
         self.own, self.agreed = Requests(), Requests()
         self.own_times: Callable[[], list[float]] = list
         self._losses: list[torch.Tensor | None] = []
@@ -225,12 +194,12 @@ class Control:
         self._losses.append(loss)
         self._counts.append(count)
         self._micro_losses.append(micro_losses)
-        alone = self._job.control is None
+        alone = self._job.exchange is None
         if step < self._due and not now and not (alone and (self.own.stop or notice.received)):
             return []
         words = self._read()
         self._send(step, now=now)
-        if now or self._exchange.at_once:
+        if now or alone:
             words += self._read()
         return words
 
@@ -278,8 +247,9 @@ class Control:
             [elapsed / max(steps, 1), *requests.pack(), *sums, *counts, *rows], dtype=torch.float64
         )
         first = copied[0].first if copied else step + 1
-        work = self._exchange.start(word)
-        self._in_flight = _SentWord(work, word, step, steps, first, size, bad)
+        exchange = self._job.exchange
+        pending = None if exchange is None else exchange.send(WORD, numbers=word)
+        self._in_flight = _SentWord(pending, word, step, steps, first, size, bad)
         self._begin_word(step)
 
     def _read(self) -> list[Word]:
@@ -287,11 +257,7 @@ class Control:
         if sent is None:
             return []
         first, size = sent.first, sent.size
-        try:
-            self._exchange.finish(sent.numbers, sent.work)
-        except RuntimeError as error:
-            self._job.reraise(error)
-        numbers = sent.numbers.tolist()
+        numbers = self._sum(sent)
         rows = self._split_rows(numbers[_HEAD + 2 * size :])
         step_s = numbers[0] / self._job.world_size
         sums, counts = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(2))
@@ -302,7 +268,7 @@ class Control:
                 self._report_non_finite(first + i, total, sent.bad.get(first + i, []))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
         if sent.steps:  # else it was sent at once after another word
-            steps = round(1 / (self._exchange.words_per_s * max(step_s, 1e-6)))
+            steps = round(1 / (_WORDS_PER_S * max(step_s, 1e-6)))
             self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
         requests = Requests.unpack(numbers[1:_HEAD])
@@ -338,11 +304,15 @@ class Control:
     def _discard_word(self) -> None:
         """Leave the word in flight unread: it belongs to a loop that was left."""
         sent, self._in_flight = self._in_flight, None
-        try:
-            if sent is not None and sent.work is not None:
-                sent.work.wait()
-        except RuntimeError as error:
-            self._job.reraise(error)
+        if sent is not None:
+            self._sum(sent)
+
+    def _sum(self, sent: _SentWord) -> list[float]:
+        if sent.pending is None:
+            numbers: list[float] = sent.numbers.tolist()
+            return numbers
+        assert self._job.exchange is not None
+        return self._job.exchange.read_sum(sent.pending)
 
     def _own_row(self) -> list[float]:
         """This rank's row among zeros, so that the sum over ranks has the rows of all."""

@@ -264,15 +264,7 @@ def _meet(job: Job, call: str) -> None:
     """Check that all ranks are in this call, in the same step."""
     job.refuse_if_left()
     job.settle()
-    collectives.gather_in_step(
-        job,
-        call,
-        None,
-        action=f"call `{call}` at this point",
-        error=StepError,
-        why="each rank evaluates its share of the samples, and waits for the results of the others.",
-        fix=f"call `{call}` on every rank, not under `if job.rank == 0:`, and print on one.",
-    )
+    collectives.gather(job, None, call=call)
 
 
 def _run(
@@ -508,7 +500,13 @@ def _merge_rows(job: Job, own: list[torch.Tensor], results: list[_RankResults]) 
     Raises:
         StepError: on all ranks, if dtypes or shapes of rows differ.
     """
-    (pieces,) = _merge_lists([_gather_lists(job, own, "the list of rows")], results)
+    everyone = collectives.gather_tensors(job, own, call="evaluate")
+    by_batch = {
+        index: piece
+        for rank, each in zip(job.data.reporters, results, strict=True)
+        for (index, _), piece in zip(each.batches, everyone[rank], strict=True)
+    }
+    pieces = [by_batch[index] for index in sorted(by_batch)]
     kinds = {(str(piece.dtype), tuple(piece.shape[1:])) for piece in pieces}
     if len(kinds) > 1:
         raise StepError(
@@ -518,102 +516,12 @@ def _merge_rows(job: Job, own: list[torch.Tensor], results: list[_RankResults]) 
     return torch.cat(pieces)
 
 
-def _gather_lists(job: Job, own: list[Any], what: str) -> list[list[torch.Tensor]]:
-    """The list of tensors of each data rank, on the CPU; numbers, dtypes and shapes may differ.
-
-    Raises:
-        StepError: on all ranks, if an entry is no tensor.
-    """
-    described = collectives.gather_reports(
-        job,
-        [
-            [str(entry.dtype).removeprefix("torch."), list(entry.shape)]
-            if isinstance(entry, torch.Tensor)
-            else type(entry).__name__
-            for entry in own
-        ],
-    )
-    others = [kind for kinds in described for kind in kinds if isinstance(kind, str)]
-    if others:
-        raise StepError(
-            f"{what} has entries of type {others[0]}, but ranks exchange only tensors.",
-            fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
-        )
-    layouts = [[(getattr(torch, dtype), shape) for dtype, shape in kinds] for kinds in described]
-    sizes = [[dtype.itemsize * math.prod(shape) for dtype, shape in each] for each in layouts]
-    # Gloo has no bool; bytes carry every dtype.
-    padded = torch.zeros(max(1, *map(sum, sizes)), dtype=torch.uint8)
-    if own:
-        whole = torch.cat([_bytes_of(entry) for entry in own])
-        padded[: len(whole)] = whole
-    entries = []
-    for part, layout, part_sizes in zip(_gather_tensors(job, padded), layouts, sizes, strict=True):
-        pieces = torch.split(part[: sum(part_sizes)], part_sizes) if layout else ()
-        # The copy is aligned, as `view` needs it.
-        entries.append(
-            [
-                piece.clone().view(dtype).reshape(shape)
-                for piece, (dtype, shape) in zip(pieces, layout, strict=True)
-            ]
-        )
-    return entries
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().reshape(-1)
-    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def _batch_sizes(
-    entries: list[list[torch.Tensor]], results: list[_RankResults]
-) -> list[int] | None:
-    """The number of entries of each batch, if each batch or each sample has one; else None."""
-    numbers = [len(own) for own in entries]
-    if numbers == [len(each.batches) for each in results]:
-        return [1 for each in results for _ in each.batches]
-    if numbers == [sum(count for _, count in each.batches) for each in results]:
-        return [count for each in results for _, count in each.batches]
-    return None
-
-
-def _in_batch_order(
-    entries: list[list[torch.Tensor]], sizes: list[int], results: list[_RankResults]
-) -> list[torch.Tensor]:
-    """The entries of all ranks in the order of the batches; `sizes` is from `_batch_sizes`."""
-    rest = iter(chain(*entries))
-    indices = [index for each in results for index, _ in each.batches]
-    by_batch = {index: list(islice(rest, size)) for index, size in zip(indices, sizes, strict=True)}
-    return [entry for index in sorted(by_batch) for entry in by_batch[index]]
-
-
-def _merge_lists(
-    lists: list[list[list[torch.Tensor]]], results: list[_RankResults]
-) -> list[list[torch.Tensor]]:
-    """The list states of a metric, each with the entries of all ranks.
-
-    They are in the order of the batches if each state has an entry for each batch or for each sample.
-    Otherwise all are in the order of the ranks, which is the same for a map-style dataset: entries of
-    different states may belong together.
-    """
-    sizes = [_batch_sizes(entries, results) for entries in lists]
-    known = [each for each in sizes if each is not None]
-    if len(known) < len(lists):
-        return [list(chain(*entries)) for entries in lists]
-    return [_in_batch_order(*each, results) for each in zip(lists, known, strict=True)]
-
-
-def _gather_tensors(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of one rank for each share of the data, in order."""
-    everyone = collectives.gather_tensor(job, tensor)
-    return [everyone[rank] for rank in job.data.reporters]
-
-
 def _merge_metric(job: Job, metric: Any, results: list[_RankResults]) -> Any:
     """The value of a torchmetrics metric over the updates of all ranks, equal on all ranks.
 
     Reduces tensor states as the metric declares, as torchmetrics does. But ranks without updates are left
     out, because their default states would change stacked states. A list state gets the entries of all
-    ranks, whatever its reduction: that is what one process would have.
+    ranks, in the order of the ranks, whatever its reduction.
     """
     if hasattr(metric, "items"):  # a collection
         return {name: _merge_metric(job, part, results) for name, part in metric.items()}
@@ -624,34 +532,48 @@ def _merge_metric(job: Job, metric: Any, results: list[_RankResults]) -> Any:
 
 
 def _merge_states(job: Job, metric: Any, results: list[_RankResults]) -> None:
-    busy = [rank for rank, each in enumerate(results) if each.batches]
     reductions = torch_private.attribute("torchmetrics.Metric._reductions", metric)
     if reductions is None:
         raise StepError(
             f"the states of {type(metric).__name__} are unknown, so ranks cannot add them up.",
             fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
         )
-    lists = {name: state for name in reductions if isinstance(state := getattr(metric, name), list)}
-    gathered = [
-        _gather_lists(job, state, f"the state {name!r} of {type(metric).__name__}")
-        for name, state in lists.items()
-    ]
-    for name, entries in zip(lists, _merge_lists(gathered, results), strict=True):
-        setattr(metric, name, [entry.to(metric.device) for entry in entries])
-    for name, reduction in reductions.items():
-        if name in lists:
-            continue
-        state = getattr(metric, name)
-        parts = _gather_tensors(job, state.detach().cpu())
-        stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
-        if reduction is None:
-            merged = stacked if len(busy) > 1 else stacked[0]
-        elif getattr(reduction, "__name__", "") == "dim_zero_mean":
+    states = {name: getattr(metric, name) for name in reductions}
+    entries = {name: s if isinstance(s, list) else [s] for name, s in states.items()}
+    # For each state of each rank: how many entries it has, and the types of those that are no tensors.
+    kinds = {
+        name: ["Tensor" if isinstance(e, torch.Tensor) else type(e).__name__ for e in own]
+        for name, own in entries.items()
+    }
+    told = collectives.gather(job, kinds, call="evaluate")
+    for name in reductions:
+        others = {kind for each in told for kind in each[name] if kind != "Tensor"}
+        if others:
             raise StepError(
-                f"{type(metric).__name__} takes the mean of its state {name!r} over ranks, which is wrong "
-                "for ranks with different numbers of samples.",
-                fix="use a metric that keeps sums, or gather the predictions.",
+                f"the state {name!r} of {type(metric).__name__} has entries of type {min(others)}, but ranks "
+                "exchange only tensors.",
+                fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
             )
-        else:
-            merged = reduction(stacked)
+    own_tensors = [entry for name in reductions for entry in entries[name]]
+    gathered = collectives.gather_tensors(job, own_tensors, call="evaluate")
+    busy = [r for r, each in zip(job.data.reporters, results, strict=True) if each.batches]
+    rests = {rank: iter(gathered[rank]) for rank in busy}
+    for name, reduction in reductions.items():
+        parts = [
+            [entry.to(metric.device) for entry in islice(rests[rank], len(told[rank][name]))]
+            for rank in busy
+        ]
+        merged: Any = list(chain(*parts))
+        if not isinstance(states[name], list):
+            if getattr(reduction, "__name__", "") == "dim_zero_mean":
+                raise StepError(
+                    f"{type(metric).__name__} takes the mean of its state {name!r} over ranks, which is "
+                    "wrong for ranks with different numbers of samples.",
+                    fix="use a metric that keeps sums, or gather the predictions.",
+                )
+            stacked = torch.stack(merged)
+            if reduction is None:
+                merged = stacked if len(busy) > 1 else stacked[0]
+            else:
+                merged = reduction(stacked)
         setattr(metric, name, merged)

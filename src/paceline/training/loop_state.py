@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.job import current_step
+from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
 from paceline.job.job import Job, LeftLoop
 from paceline.training.step import Step
 
@@ -23,8 +24,7 @@ class LoopState:
     place of `end`, if the loop is left early.
 
     This object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
-    `Peers.passed` (until the job is left) and `current_step.step`. `Job.settle` and the end of the job reset
-    `Job.left_loop`.
+    `Exchange.place` and `current_step.step`. `Job.settle` and the end of the job reset `Job.left_loop`.
 
     Attributes:
         step: The step in progress; None outside of a step.
@@ -38,19 +38,19 @@ class LoopState:
     def begin(self) -> None:
         """A loop begins, even if an earlier one is still open in a step. All ranks call it."""
         self.step = self._left = None
-        if self._job.peers is not None:
-            self._job.peers.new_loop()
+        if self._job.exchange is not None:
+            self._job.exchange.begin_loop()
 
     def enter(self, step: Step) -> None:
         """A step is about to be yielded."""
         self.step = step
         current_step.step = step.number
+        self._advance(step, BEFORE_SUM)
 
     def end(self, step: Step) -> None:
         """The next step was requested, so `step` is about to be committed."""
         self.step = None
-        if self._job.peers is not None:
-            self._job.peers.end_step(step.number)
+        self._advance(step, AFTER_STEP)
 
     def leave(self, finish: Callable[[], None]) -> None:
         """The loop was left early, in the step in progress.
@@ -60,7 +60,7 @@ class LoopState:
         """
         step, self.step = self.step, None
         assert step is not None
-        self._job.left_loop = LeftLoop(step.number, step.is_done, finish)
+        self._job.left_loop = LeftLoop(step.number, finish)
         self._left = self._job.left_loop, step
 
     def take_left(self) -> Step | None:
@@ -72,3 +72,7 @@ class LoopState:
             return None
         self._job.left_loop = None
         return self._left[1]
+
+    def _advance(self, step: Step, part: int) -> None:
+        if self._job.exchange is not None:
+            self._job.exchange.advance(step.number, part)

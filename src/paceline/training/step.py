@@ -30,6 +30,7 @@ from paceline.clock.step_clock import (
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import NonFinite, StepError, listed
+from paceline.job.exchange import IN_SUM
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -231,8 +232,8 @@ class Step:
         return self._micro.batch
 
     def _begin_collectives(self) -> None:
-        if (peers := self._context.job.peers) is not None:
-            peers.reduced = self.number
+        if (exchange := self._context.job.exchange) is not None:
+            exchange.advance(self.number, IN_SUM)
 
     def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context

@@ -363,7 +363,7 @@ class Training:
         """
         self._refuse_in_step("load_state_dict")
         self.job.settle()
-        self._await_all("load_state_dict", "each rank loads its part, and they go on together.")
+        self._await_all("load_state_dict")
         self.resume()  # here, because `steps` would replace the state by that of a checkpoint
         self._load(saved)
         if self.checkpoints is not None:
@@ -377,16 +377,9 @@ class Training:
         self._is_resumed = True
         self._replica_check.reset()
 
-    def _await_all(self, method: str, why: str) -> None:
+    def _await_all(self, method: str) -> None:
         """Wait until all ranks have come to this call. Raises StepError if a rank goes on without it."""
-        collectives.gather_in_step(
-            self.job,
-            method,
-            None,
-            action=f"call `training.{method}` at this point",
-            why=why,
-            fix="call it on every rank, without `if job.rank == 0`.",
-        )
+        collectives.gather(self.job, None, call=f"training.{method}")
 
     def _refuse_in_step(self, what: str) -> None:
         if self._loop_state.step is not None:
@@ -418,13 +411,8 @@ class Training:
             optimizer = self.optimizers[0]
         for trained in self._context.optimizers:
             if trained.optimizer is optimizer:
-                values = collectives.gather_in_step(
-                    self.job,
-                    "step_schedule",
-                    repr(float(metric)),
-                    action="call `training.step_schedule` at this point",
-                    why="the ranks must have the same learning rate.",
-                    fix="call it on every rank, without `if job.rank == 0`.",
+                values = collectives.gather(
+                    self.job, repr(float(metric)), call="training.step_schedule"
                 )
                 fix = "give the result of `evaluate`, or add the ranks' values up first."
                 refuse_different_values("metric of the schedule", values, fix=fix)
@@ -459,7 +447,7 @@ class Training:
             )
         agreed = self._control.agreed
         if not agreed.save:
-            self._await_all("save", "each rank writes its part of the checkpoint.")
+            self._await_all("save")
         agreed.save = True
         agreed.best |= best
 
@@ -485,9 +473,7 @@ class Training:
                 else "leave `number` out.",
             )
         self.job.settle()
-        self._await_all(
-            "export", "the ranks collect the weights together; only rank 0 writes them."
-        )
+        self._await_all("export")
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
         weights = {}
@@ -675,7 +661,7 @@ class Training:
         if self._is_resumed:
             return
         self.job.settle()
-        self._await_all("resume", "each rank loads its part; `training.steps` resumes too.")
+        self._await_all("resume")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()
         if self.checkpoints is None:

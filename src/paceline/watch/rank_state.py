@@ -27,8 +27,8 @@ _WAITS = (
     "torch/distributed/rendezvous.py",
     "torch/distributed/elastic/utils/store.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_",
-    "paceline/job/failures.py",  # values over the store
     "paceline/job/collectives.py",
+    "paceline/job/exchange.py",
     "paceline/job/job.py",
 )
 _PICKLES = ("_object_to_tensor", "_tensor_to_object")  # functions of those files that compute
