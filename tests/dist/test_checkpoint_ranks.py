@@ -205,6 +205,14 @@ def test_each_save_is_the_state_of_exactly_its_step(nproc: int, tmp_path: Path) 
                 assert mine[name] == theirs[name], (n + 1, name)
 
 
+def _fails_to_save(job: Any, folder: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        _limited(job, folder, 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # the error itself is sent in a file
+
+
 def _limited(job: Any, folder: str, until: int) -> int:
     checkpoints = paceline.Checkpoints(folder, every_steps=2)
     training = _training(job, folder, checkpoints)
@@ -246,7 +254,7 @@ def test_a_late_save_ends_no_training_and_leaves_out_the_next(nproc: int, tmp_pa
 
 
 def test_a_failed_last_save_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
-    for outcome in run_failing_ranks(_limited, str(tmp_path), 6, nproc=2):
+    for outcome in run_failing_ranks(_fails_to_save, str(tmp_path), nproc=2):
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert outcome.error.exit_code == 74
         assert outcome.error.where.startswith("rank 1")

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -347,15 +348,15 @@ def test_a_rank_that_is_killed_at_the_end_frees_the_others() -> None:
 
 
 def _stops_while_it_sends(job: Any, by: signal.Signals) -> bytes:
-    write = os.write
+    write = Path.write_bytes
 
-    def write_a_part(fd: int, data: Any) -> int:
-        write(fd, data[:1000])
+    def write_a_part(path: Path, data: Any) -> int:
+        write(path, data[:1000])
         os.kill(os.getpid(), by)
         return 1000
 
     if job.rank == 0:
-        os.write = write_a_part  # type: ignore[assignment]
+        Path.write_bytes = write_a_part  # type: ignore[method-assign,assignment]
     return bytes(1_000_000)
 
 

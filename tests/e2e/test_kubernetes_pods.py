@@ -247,11 +247,17 @@ def test_a_wrong_script_is_a_failure_that_counts_or_ends_the_job(
 def test_a_pod_that_is_ended_while_it_starts_does_not_wait(tmp_path: Path, pods: Pods) -> None:
     pod = pods.start(0)
     deadline = time.monotonic() + DEADLINE_S
-    # The ranks' interpreters are started before the launcher imports torch.
-    while not any("worker.py" in command for command in commands(pod)):
+    # From then on it handles the signal; it imports torch after that, and waits for the other pod.
+    while not any(_catches_sigterm(each.pid) for each in psutil.Process(pod.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     began = time.monotonic()
     first_process(pod).send_signal(signal.SIGTERM)
     assert finish(pod).code == 143
     assert time.monotonic() - began < 10  # without its own handler, process 1 ignores SIGTERM
+
+
+def _catches_sigterm(pid: int) -> bool:
+    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert found is not None
+    return bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)

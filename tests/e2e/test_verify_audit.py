@@ -371,11 +371,11 @@ def test_options_of_comparisons_are_refused_for_an_audited_script(tmp_path: Path
         (["--nproc", "two", "x.py"], "--nproc must be numbers"),
         (["--nproc", "1", "x.py"], "--nproc needs a number from 2 to 64"),
         (["--nproc", "0,2", "x.py"], "--nproc needs a number from 2 to 64"),
-        (["--steps", "0", "x.py"], "--steps must be 1 or more"),
+        (["--steps", "0", "x.py"], "--steps: must be 1 or more"),
         (["--rtol", "2", "x.py"], "--rtol must lie between 0 and 1"),
         (["--rtol", "0.1", "--bitwise", "x.py"], "--rtol has no effect with --bitwise"),
         (["no-such-script.py"], "there is no script 'no-such-script.py'"),
-        ([], "missing: SCRIPT"),
+        ([], "are required: SCRIPT"),
     ],
 )
 def test_wrong_usage(words: list[str], message: str, tmp_path: Path) -> None:

@@ -323,7 +323,11 @@ def _serve(folder: Path, payload: bytes, environ: dict[str, str], options: dict[
         outcome.text = traceback.format_exc()
         outcome.failure = _rank_outcome(rank, Error.of(error, outcome.text))
     written = folder / f"{rank}.new"
-    written.write_bytes(_pack(outcome))
+    try:
+        written.write_bytes(_pack(outcome))
+    except OSError:  # no space is left
+        sys.stderr.write(outcome.text)
+        raise
     with contextlib.suppress(FileNotFoundError):  # the caller has given up, and removed the folder
         written.rename(folder / str(rank))
 
