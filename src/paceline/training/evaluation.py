@@ -224,7 +224,7 @@ def parts(
     Args:
         model: That of the loop; its buffers, such as BatchNorm's statistics, become those of rank 0. It is
             not put into eval mode.
-        dataset, micro_batch, workers, collate: As for `evaluate`.
+        dataset: As for `evaluate`, and so are the options.
 
     Returns:
         An iterator over batches, on the job's device.
