@@ -58,5 +58,5 @@ def refusals(
         except PacelineError as error:
             found[kind] = type(error).__name__, str(error)
         gc.collect()  # closes the loop that the error has left
-        job.settle()
+        job.check_loop_exit()
     return found

@@ -84,18 +84,18 @@ def _rows(job: Job, kinds: list[str], workers: int, micro_batch: int, equal: boo
             assert [m.is_last for m in micros] == [False] * (len(micros) - 1) + [True] * bool(
                 micros
             )
-            rows, firsts, ghosts = [], [], 0
+            rows, firsts, padding = [], [], 0
             for micro in micros:
                 found = list(zip(*(part.tolist() for part in micro.batch), strict=True))
                 assert 1 <= micro.count == len(found) <= micro_batch
-                if micro.is_ghost:
-                    ghosts += 1
+                if micro.is_padding:
+                    padding += 1
                     assert micro.count == 1
                 else:
                     rows += found
                     firsts.append((micro.offset, found[0][0]))
             where = (step.epoch, step.offset, step.num_samples, step.ends_epoch, step.next_position)
-            steps.append((where, rows, firsts, len(micros), ghosts))
+            steps.append((where, rows, firsts, len(micros), padding))
         batches.close()
         out.append(steps)
     return out
@@ -163,7 +163,7 @@ TINY = [
 
 
 def _tiny(job: Job, case: tuple[str, int, int, int], equal: bool) -> Any:
-    """Of each step: its samples over all ranks, and of each micro-batch its ids and whether it is a ghost.
+    """Of each step: its samples over all ranks, and of each micro-batch its ids and whether it is padding.
 
     Also the number of batches that this rank collated.
     """
@@ -183,7 +183,7 @@ def _tiny(job: Job, case: tuple[str, int, int, int], equal: bool) -> Any:
         batches.align()
     steps = []
     for step in batches.iterate(Position(7), epochs=2, equal=equal):
-        steps.append((step.num_samples, [(micro.batch, micro.is_ghost) for micro in step]))
+        steps.append((step.num_samples, [(micro.batch, micro.is_padding) for micro in step]))
         assert len(steps[-1][1]) == step.num_micro_batches
     batches.close()
     return steps, len(collated)
@@ -195,7 +195,7 @@ def _tinies(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.ci
-def test_a_rank_may_have_no_sample_and_gets_ghosts_on_request(nproc: int) -> None:
+def test_a_rank_may_have_no_sample_and_gets_padding_on_request(nproc: int) -> None:
     everyone = run_ranks(_tinies, nproc=nproc)
     cases = [(case, equal) for case in TINY for equal in (False, True)]
     for ((kind, size, global_batch, workers), equal), *found in zip(cases, *everyone, strict=True):
@@ -204,17 +204,17 @@ def test_a_rank_may_have_no_sample_and_gets_ghosts_on_request(nproc: int) -> Non
         ids = []
         for one in zip(*steps, strict=True):
             (n,) = {total for total, _ in one}
-            real = [batch for _, micros in one for batch, ghost in micros if not ghost]
-            ghosts = [batch for _, micros in one for batch, ghost in micros if ghost]
+            real = [batch for _, micros in one for batch, padding in micros if not padding]
+            padding = [batch for _, micros in one for batch, padding in micros if padding]
             assert sum(map(len, real)) == n
             if equal:
                 assert {len(micros) for _, micros in one} == {-(-n // nproc)}
-            assert bool(ghosts) == (equal and n % nproc != 0)
-            assert all(len(batch) == 1 and 0 <= batch[0] < size for batch in ghosts)
+            assert bool(padding) == (equal and n % nproc != 0)
+            assert all(len(batch) == 1 and 0 <= batch[0] < size for batch in padding)
             ids += [i for batch in real for i in batch]
         assert sorted(ids) == sorted(list(range(size)) * 2)
         if equal and not workers and size % global_batch == 0 and global_batch % nproc == 0:
-            # Full steps alone cost no ghost; a shard makes one at the end of each epoch.
+            # Full steps alone cost no padding; a shard makes one at the end of each epoch.
             spare = 2 if kind == "sharded" else 0
             assert [count for _, count in found] == [2 * size // nproc + spare] * nproc
 

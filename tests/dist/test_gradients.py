@@ -173,7 +173,7 @@ def _all_masked(job: Any) -> list[list[float]]:
 
 
 @pytest.mark.ci
-def test_ghosts_and_micro_batches_without_tokens_add_nothing_to_the_gradient() -> None:
+def test_padding_and_micro_batches_without_tokens_add_nothing_to_the_gradient() -> None:
     """Their loss is NaN, and so is its gradient."""
     one = run_ranks(_all_masked, nproc=1)[0]
     for nproc in (2, 3, 4):
@@ -214,7 +214,7 @@ def _with_each_form(job: Any) -> dict[str, Any]:
             found[form] = _with_form(job, form, {})
         except StepError:
             found[form] = "refused"
-            job.settle()
+            job.check_loop_exit()
     return found
 
 

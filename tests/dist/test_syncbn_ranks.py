@@ -24,7 +24,7 @@ Facts = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of each rank; 0 is a ghost. `layer` makes torch's layer, `sample` is a sample's shape."""
+    """Samples of each rank; 0 is padding. `layer` makes torch's layer, `sample` is a sample's shape."""
 
     name: str
     counts: tuple[int, ...]
@@ -80,9 +80,9 @@ def _on_rank(job: Job, cases: list[Case]) -> list[Facts]:
         begin, count = sum(case.counts[: job.rank]), case.counts[job.rank]
         mine = slice(begin, begin + count)
         if count == 0:
-            syncbn.GhostMode([layer]).set(True)
+            syncbn.PaddingMode([layer]).set(True)
             mine = slice(0, 1)
-            target = target * float("nan")  # a ghost's loss may be anything
+            target = target * float("nan")  # the loss of a padding micro-batch may be anything
         results.append(_run(case, layer, x[:, mine], target[:, mine]))
     return results
 
@@ -93,7 +93,7 @@ def _whole(case: Case, dtype: torch.dtype) -> Facts:
 
 
 def _merged(case: Case, ranks: list[Facts]) -> Facts:
-    """What one process would hold; asserts that buffers are equal and that ghosts gave nothing."""
+    """What one process would hold; asserts that buffers are equal and that padding gave nothing."""
     real = [facts for facts, count in zip(ranks, case.counts, strict=True) if count]
     for facts, count in zip(ranks, case.counts, strict=True):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -132,7 +132,7 @@ CASES_BY_SIZE = {
         Case("uneven", (3, 4)),
         Case("one sample", (1, 6)),
         Case("one sample each", (1, 1)),
-        Case("ghost", (0, 5)),
+        Case("padding", (0, 5)),
         Case("3d of 1d", (2, 3), nn.BatchNorm1d, (2, 5)),
         Case("2d", (2, 3), nn.BatchNorm2d, (3, 4, 5)),
         Case("channels last", (2, 3), nn.BatchNorm2d, (3, 4, 5), channels_last=True),
@@ -142,7 +142,7 @@ CASES_BY_SIZE = {
     ],
     3: [
         Case("uneven", (5, 1, 2)),
-        Case("two ghosts", (0, 4, 0)),
+        Case("two padding micro-batches", (0, 4, 0)),
         Case("2d", (1, 0, 1), nn.BatchNorm2d, (2, 3, 3)),
     ],
     4: [Case("mixed", (2, 0, 4, 1)), Case("all one", (1, 1, 1, 1), nn.BatchNorm3d, (2, 2, 2, 2))],
@@ -211,9 +211,9 @@ def test_bf16_autocast_keeps_statistics_in_float32() -> None:
     torch.testing.assert_close(dx, want["dx"][0], rtol=8e-3, atol=8e-3)
 
 
-def _single_value(job: Job, ghost: bool) -> None:
+def _single_value(job: Job, padding: bool) -> None:
     layer = syncbn.sync_batchnorm(job, nn.BatchNorm1d(2))
-    syncbn.GhostMode([layer]).set(ghost and job.rank > 0)
+    syncbn.PaddingMode([layer]).set(padding and job.rank > 0)
     layer(torch.ones(1, 2))
 
 

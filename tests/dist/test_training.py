@@ -165,22 +165,22 @@ def _loss_before_update(job: Any) -> list[float]:
     return losses
 
 
-def _ghosts(job: Any) -> tuple[list[bool], int]:
-    """Which micro-batches of a rank were ghosts, and a running statistic that they must not change."""
+def _padding(job: Any) -> tuple[list[bool], int]:
+    """Which micro-batches of a rank were padding, and a running statistic that they must not change."""
     # Two values for each channel of a sample, since torch refuses to normalise a single one.
     norm = nn.BatchNorm1d(2)
     net = nn.Sequential(nn.Unflatten(1, (2, 2)), norm, nn.Flatten(), nn.Linear(4, 3))
     training = _training(job, net, samples=20)  # the last step has 2
-    ghosts, real = [], 0
+    padding, real = [], 0
     for step in training.steps(epochs=1):
         for batch in step:
-            ghosts.append(step.is_ghost)
-            real += 0 if step.is_ghost else len(batch[1])
+            padding.append(step.is_padding)
+            real += 0 if step.is_padding else len(batch[1])
             step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")
         step.update()
     assert norm.training
-    assert int(norm.num_batches_tracked) == ghosts.count(False)
-    return ghosts, real
+    assert int(norm.num_batches_tracked) == padding.count(False)
+    return padding, real
 
 
 def _loop_and_run(job: Any) -> list[str]:
@@ -212,7 +212,7 @@ def _results(job: Any) -> dict[str, Any]:
         "gan": _gan(job),
         "loss before update": _loss_before_update(job),
         "step.run": _loop_and_run(job),
-        "ghosts": _ghosts(job),
+        "padding": _padding(job),
     }
     for precision in ("fp32", "bf16", "fp16", "auto"):
         losses = _run(_training(job, precision=precision), epochs=3)
@@ -242,15 +242,15 @@ def test_results_do_not_depend_on_the_number_of_ranks() -> None:
     for nproc in (2, 3, 4):
         ranks = run_ranks(_results, nproc=nproc)
         for got in ranks:
-            for name in sorted(set(one) - {"step.run", "ghosts"}):
+            for name in sorted(set(one) - {"step.run", "padding"}):
                 assert got[name] == pytest.approx(one[name], rel=tolerance[name]), name
             # One bucket, however many micro-batches; 22 samples in steps of 6 leave 4 for the last.
             assert got["collectives"] == [[1] * 8] * 3
             assert len(set(got["step.run"])) == 1
-        ghosts = [got["ghosts"] for got in ranks]
-        assert sum(real for _, real in ghosts) == 20
-        assert {len(own) for own, _ in ghosts} == {len(ghosts[0][0])}
-        assert any(any(own) for own, _ in ghosts) == (nproc > 2)
+        padding = [got["padding"] for got in ranks]
+        assert sum(real for _, real in padding) == 20
+        assert {len(own) for own, _ in padding} == {len(padding[0][0])}
+        assert any(any(own) for own, _ in padding) == (nproc > 2)
 
 
 # Stopping.
@@ -362,7 +362,7 @@ def test_gradients_of_earlier_steps_are_not_added_to_those_of_a_new_parameter(np
 
 
 def _state_after_leaving(job: Any, kind: str) -> dict[str, Any]:
-    """What a loop leaves behind, most in the second micro-batch, which is a ghost on rank 0 of two."""
+    """What a loop leaves behind, most in the second micro-batch, which is padding on rank 0 of two."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(2)
     net = nn.Sequential(
@@ -457,7 +457,7 @@ def _leave_again_and_again(job: Any) -> list[int]:
     found = []
     for _ in range(3):
         found.append(_leave(job, "break", [0, 1, 2]))
-        job.settle()
+        job.check_loop_exit()
     return found
 
 
@@ -858,30 +858,30 @@ def test_wrong_use_is_refused_on_every_rank() -> None:
 
 
 def _single(job: Any, how: str) -> Any:
-    """Train for two epochs of 3 steps, of which the last has two samples: a third rank gets a ghost."""
+    """Train for two epochs of 3 steps, of which the last has two samples: a third rank gets padding."""
     # Not the default options, so that DDP itself sums the gradients.
     net = paceline.sync_batchnorm(job, nn.Sequential(nn.BatchNorm1d(4), _model(dropout=0.3)))
     model = paceline.ddp(job, net, bucket_mb=1)
     batches = paceline.Batches(job, make_data(14), global_batch=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     training = paceline.Training(job, model, optimizer, batches, precision="bf16")
-    losses, ghosts = [], 0
+    losses, padding = [], 0
     for step in training.steps(epochs=2):
         if how == "loop":
             for x, y in step:
                 step.backward(_mean(model(x), y), reduction="mean")
-                ghosts += step.is_ghost
+                padding += step.is_padding
         else:
             x, y = step.batch
             assert step.batch[0] is x
             step.backward(_mean(model(x), y), reduction="mean")
-            ghosts += step.is_ghost
+            padding += step.is_padding
         step.update(clip_norm=1.0)
         assert not torch.is_autocast_enabled("cpu")
         losses.append(float(step.loss))
-        model(torch.full((3, 4), float(job.rank)))  # a forward of the program, which is no ghost
+        model(torch.full((3, 4), float(job.rank)))  # a forward of the program, which is no padding
     means = net[0].running_mean.tolist()
-    return losses, ghosts, weights_of(model), means
+    return losses, padding, weights_of(model), means
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
@@ -889,7 +889,7 @@ def test_the_batch_of_a_step_is_the_loop_over_one_micro_batch(nproc: int) -> Non
     loops = run_ranks(_single, "loop", nproc=nproc)
     batches = run_ranks(_single, "batch", nproc=nproc)
     assert batches == loops
-    assert sum(ghosts for _, ghosts, _, _ in batches) == (0 if nproc == 1 else 2)
+    assert sum(padding for _, padding, _, _ in batches) == (0 if nproc == 1 else 2)
 
 
 def _refused_batch(job: Any, kind: str) -> None:
@@ -1079,7 +1079,7 @@ def _with_bad_sample(job: Any, kind: str, how: dict[str, Any]) -> Any:
     for step in training.steps(until=10):
         is_bad = False
         for batch in step:
-            is_bad |= bool(batch[0].isnan().any()) and not step.is_ghost
+            is_bad |= bool(batch[0].isnan().any()) and not step.is_padding
             step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
         before = _trained(optimizer)
         step.update(clip_norm=clip_norm)

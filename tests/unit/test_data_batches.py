@@ -79,7 +79,7 @@ def _everything(batches: Batches, position: Position = START, *, epochs: int = 2
     """All that a loop can see, as plain values."""
     seen = []
     for step in batches.iterate(position, epochs=epochs):
-        micros = [(_plain(m.batch), m.count, m.offset, m.is_last, m.is_ghost) for m in step]
+        micros = [(_plain(m.batch), m.count, m.offset, m.is_last, m.is_padding) for m in step]
         assert len(micros) == step.num_micro_batches
         where = (step.epoch, step.offset, step.num_samples, step.ends_epoch, step.next_position)
         seen.append((where, micros))

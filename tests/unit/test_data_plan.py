@@ -95,7 +95,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool) -> None:
+def test_ranks_share_each_step_and_padding_fill_up_to_equal_numbers(aligned: bool) -> None:
     for n, b in itertools.product(range(1, 12), range(1, 8)):
         steps = list(_plan(n, b, b).steps(Position(0), 2))
         assert steps == [(epoch, at, min(b, n - at)) for epoch in range(2) for at in range(0, n, b)]
@@ -117,8 +117,8 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
                 most = max(len(own) for own in dealt)
                 assert most == plan_module.max_micro_batches(size, micro, len(plans))
                 for plan, own in zip(plans, dealt, strict=True):
-                    ghosts = [(0, 1, True)] * (most - len(own))
-                    assert list(plan.micro_batch_ranges(size, True)) == own + ghosts
+                    padding = [(0, 1, True)] * (most - len(own))
+                    assert list(plan.micro_batch_ranges(size, True)) == own + padding
 
 
 def test_steps_from_a_position_are_the_rest() -> None:

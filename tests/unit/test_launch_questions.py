@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.local_ranks import UNASKED, LocalRanks, Question, Rank
+from paceline.launch.local_ranks import UNSOLICITED_ID, LocalRanks, Question, Rank
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_answer_is_asked_once(
 def test_a_failure_is_not_described_by_answers_from_before(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    numbers = itertools.count(UNASKED)
+    numbers = itertools.count(UNSOLICITED_ID)
     ranks = [
         rank_of(pair[0], rank=number, returncode=1, answers={"state": {"id": next(numbers)}})
         for number in range(3)
@@ -61,4 +61,4 @@ def test_a_failure_is_not_described_by_answers_from_before(
     local_ranks.ranks = ranks
     local_ranks.request_states()
     # The one that a failing rank gave by itself is kept.
-    assert [rank.answers for rank in ranks] == [{"state": {"id": UNASKED}}, {}, {}]
+    assert [rank.answers for rank in ranks] == [{"state": {"id": UNSOLICITED_ID}}, {}, {}]

@@ -104,5 +104,5 @@ def test_a_rank_whose_master_does_not_resolve_names_it() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     info = environment.read({**variables, "MASTER_ADDR": "nosuch", "MASTER_PORT": "29500"})
     with pytest.raises(CollectiveTimeout, match=r"did not answer .* the name nosuch does not"):
-        rendezvous.meet(info, timeout_s=0.1)
+        rendezvous.connect_store(info, timeout_s=0.1)
     assert network.addresses_of("nosuch") == []

@@ -291,8 +291,8 @@ class Batches:
             position: The first sample. The end of an epoch of a map-style dataset is the start of the next.
             epochs: Number of epochs, counted from epoch 0.
             equal: Give all ranks the same number of micro-batches in each step, for models or strategies
-                with collectives in forward or backward. A rank that has fewer gets ghosts: one real
-                sample each, `MicroBatch.is_ghost`, which must have weight 0.
+                with collectives in forward or backward. A rank that has fewer gets padding
+                micro-batches: one real sample each, `MicroBatch.is_padding`, which must have weight 0.
 
         Raises:
             ConfigError: `position` is beyond the end of the epoch, or `epochs` is not an integer >= 0.

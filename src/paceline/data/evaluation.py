@@ -41,7 +41,7 @@ _ELEMENTS = 1 << 14  # of each tensor of a batch that are compared between ranks
 class EvaluationBatch:
     """Samples `[index * micro_batch, index * micro_batch + count)` of a dataset, on the job's device.
 
-    A ghost repeats a batch, so that all ranks run the same number of forwards; its count is 0.
+    A padding micro-batch repeats a batch, so that all ranks run the same number of forwards; its count is 0.
     """
 
     index: int
@@ -49,7 +49,7 @@ class EvaluationBatch:
     count: int
 
     @property
-    def is_ghost(self) -> bool:
+    def is_padding(self) -> bool:
         return self.count == 0
 
 
@@ -62,7 +62,7 @@ class EvaluationBatches:
     Args:
         micro_batch: Samples of a batch; None is the loader's batch size, or 64.
         workers, collate: As for `Batches`; not for a `DataLoader`.
-        equal: Whether a rank with fewer batches than others gets ghosts, after its own.
+        equal: Whether a rank with fewer batches than others gets padding micro-batches, after its own.
 
     Attributes:
         num_samples: samples over all ranks.
@@ -120,8 +120,8 @@ class EvaluationBatches:
         begin, end = share(self.num_batches, axis.rank, axis.size)
         indices = list(range(begin, end))
         most = -(-self.num_batches // axis.size)
-        self._num_ghosts = most - len(indices) if equal else 0
-        indices += [0] * self._num_ghosts  # they repeat the first batch of the dataset
+        self._num_padding = most - len(indices) if equal else 0
+        indices += [0] * self._num_padding  # they repeat the first batch of the dataset
         self._tasks = [
             (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
             for index in indices
@@ -132,7 +132,7 @@ class EvaluationBatches:
         pool = None
         if source.workers:
             pool = Workers(job, work, source.workers, tasks=True, init=source.worker_init)
-        num_own = len(self._tasks) - self._num_ghosts
+        num_own = len(self._tasks) - self._num_padding
         try:
             if pool is not None and self._tasks:
                 pool.start(self._tasks)

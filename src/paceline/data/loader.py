@@ -49,7 +49,7 @@ class Loader(ABC):
         """
 
     def record_delivered(self, ids: torch.Tensor) -> None:  # noqa: B027 - a place for a hook
-        """Called when the loop gets these samples (int64, one dimension), but not ghosts; for `verify`."""
+        """Called when the loop gets these samples, int64 of one dimension; not for padding. For `verify`."""
 
     def close(self) -> None:
         """End the loader workers."""
@@ -120,7 +120,7 @@ class MapLoader(Loader):
     ) -> Iterator[MicroBatch]:
         seed, epoch, offset = step
         last = number + len(pieces) - 1
-        for begin, end, is_ghost in pieces:
+        for begin, end, is_padding in pieces:
             self._refuse_unless_current(run)
             place = offset + begin
             if self._workers is None:
@@ -130,9 +130,9 @@ class MapLoader(Loader):
                 ids, batch = self._take(self._workers, number)
             if self._moves:
                 batch = to_device(batch, self._device, pin=self._pins and self._workers is None)
-            if not is_ghost:
+            if not is_padding:
                 self.record_delivered(ids)
-            yield MicroBatch(batch, end - begin, place, number == last, is_ghost)
+            yield MicroBatch(batch, end - begin, place, number == last, is_padding)
             number += 1
 
     def _take(self, workers: Workers, number: int) -> tuple[torch.Tensor, Any]:

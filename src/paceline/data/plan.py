@@ -26,7 +26,7 @@ from paceline.job import rng
 Int64Array = npt.NDArray[np.int64]
 # The order of one epoch: a function from places to sample ids.
 Order = Callable[[Int64Array], Int64Array]
-# A micro-batch as samples `[begin, end)` of a step, and whether it is a ghost.
+# A micro-batch as samples `[begin, end)` of a step, and whether it is a padding micro-batch.
 Piece = tuple[int, int, bool]
 
 _ROUNDS = 8  # of the Feistel network
@@ -68,18 +68,20 @@ class MicroBatch:
         count: number of samples in it, at least 1.
         offset: place in the epoch of its first sample. It identifies the micro-batch on any number of ranks.
         is_last: whether it is this rank's last micro-batch of the step.
-        is_ghost: whether it is one real sample that must have weight 0, given to a rank that has fewer
+        is_padding: whether it is one real sample that must have weight 0, given to a rank that has fewer
             micro-batches than others.
     """
 
-    __slots__ = ("batch", "count", "is_ghost", "is_last", "offset")
+    __slots__ = ("batch", "count", "is_last", "is_padding", "offset")
 
-    def __init__(self, batch: Any, count: int, offset: int, is_last: bool, is_ghost: bool) -> None:
+    def __init__(
+        self, batch: Any, count: int, offset: int, is_last: bool, is_padding: bool
+    ) -> None:
         self.batch = batch
         self.count = count
         self.offset = offset
         self.is_last = is_last
-        self.is_ghost = is_ghost
+        self.is_padding = is_padding
 
 
 class PlannedStep:
@@ -90,7 +92,7 @@ class PlannedStep:
         stop: position of the next step's first sample, if it is in the same epoch.
         num_samples: samples of the step over all ranks; fewer at the end of an epoch.
         ends_epoch: whether it is the last step of its epoch.
-        num_micro_batches: number of micro-batches of this rank, ghosts included; may be 0.
+        num_micro_batches: number of micro-batches of this rank, padding micro-batches included; may be 0.
     """
 
     __slots__ = (
@@ -259,7 +261,7 @@ class Plan:
         """This rank's micro-batches of a step of `num_samples`.
 
         With `equal`, every rank gets as many micro-batches as the rank with the most. The additional ones are
-        ghosts: the step's first sample.
+        padding micro-batches: the step's first sample.
         """
         if not self.aligned:
             begin, end = share(num_samples, self.rank, self.size)

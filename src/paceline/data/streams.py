@@ -63,13 +63,13 @@ class Part:
     Attributes:
         num_read: samples of the step that the reader read: all of them, or with `shard` the rank's own.
         micro_batches: `(places, batch)` of each of this rank's micro-batches.
-        ghost: a batch of one sample, if this rank may need ghosts in this step; else None.
+        padding: a batch of one sample, if this rank may need padding micro-batches in this step; else None.
         first_digest: digest of the first sample that the reader read in the epoch.
     """
 
     num_read: int
     micro_batches: tuple[tuple[tuple[int, ...], Any], ...]
-    ghost: Any = None
+    padding: Any = None
     first_digest: int = 0
 
 
@@ -79,11 +79,11 @@ class End:
 
     Attributes:
         num_read: samples that the reader read in the epoch.
-        ghost: a batch of one sample, for steps in which only longer shards have samples; else None.
+        padding: a batch of one sample, for steps in which only longer shards have samples; else None.
     """
 
     num_read: int
-    ghost: Any = None
+    padding: Any = None
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _OpenStream:
         stride: difference between the places of two items; more than 1 with `shard`.
         num_read: items read.
         last_item: the item that was read last.
-        peeked: the next item, if it was already read for a ghost.
+        peeked: the next item, if it was already read for a padding micro-batch.
         first_digest: digest of the first item.
     """
 
@@ -163,14 +163,14 @@ class StreamReader:
                     total = self._plan.global_batch if self.sharded else num_read
                     most = max_micro_batches(total, self._plan.micro_batch, self._plan.size)
                     if equal and len(part.micro_batches) < most:
-                        part.ghost = self._ghost(stream, position.seed, epoch)
+                        part.padding = self._padding(stream, position.seed, epoch)
                     yield part
                 step += 1
             steps_before += step
             # The shards of other ranks may have one more step.
-            needs_ghost = equal and self.sharded
-            ghost = self._ghost(stream, position.seed, epoch) if needs_ghost else None
-            yield End(stream.num_read, ghost)
+            needs_padding = equal and self.sharded
+            padding = self._padding(stream, position.seed, epoch) if needs_padding else None
+            yield End(stream.num_read, padding)
 
     def _open(self, seed: int, epoch: int, shard: int | None = None) -> _OpenStream:
         """Start to read an epoch. `shard` is the index for `dataset.shard`; None is this rank's."""
@@ -246,7 +246,7 @@ class StreamReader:
             )
         return Part(num_read, micro_batches, first_digest=stream.first_digest)
 
-    def _ghost(self, stream: _OpenStream, seed: int, epoch: int) -> Any:
+    def _padding(self, stream: _OpenStream, seed: int, epoch: int) -> Any:
         """A batch of one sample; None if the whole stream is empty."""
         sample, place = stream.last_item, stream.place - stream.stride
         if sample is _MISSING:  # no item of this shard has been read yet
@@ -314,7 +314,7 @@ class StreamLoader(Loader):
         )
         self._num_workers = workers
         self._workers: Workers | None = None
-        self._ghost: Any = None
+        self._padding: Any = None
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`.
@@ -329,7 +329,7 @@ class StreamLoader(Loader):
             text = "reading %d samples of the stream to reach the position of the training."
             log.logger.info(text, position.offset)
         run = self._start_run()
-        self._ghost = None
+        self._padding = None
         parts = self._parts(position, epochs, equal)
         for epoch in range(position.epoch, epochs):
             offset = position.offset if epoch == position.epoch else 0
@@ -360,7 +360,7 @@ class StreamLoader(Loader):
             nonlocal ended
             part = Part(0, ()) if ended else next(parts)
             if isinstance(part, End):
-                ended, self._ghost, part = True, part.ghost, Part(0, ())
+                ended, self._padding, part = True, part.padding, Part(0, ())
             ahead.append(self._start_reduction(part))
 
         read_ahead()
@@ -454,17 +454,17 @@ class StreamLoader(Loader):
             self.record_delivered(torch.tensor(places, dtype=torch.int64))
             moved = to_device(batch, self._device, pin=pin)
             yield MicroBatch(moved, len(places), places[0], number == 0, False)
-        ghost = self._ghost if part.ghost is None else part.ghost
+        padding = self._padding if part.padding is None else part.padding
         while number:
             number -= 1
-            if ghost is None:
+            if padding is None:
                 raise DataError(
-                    "this rank has no sample for a ghost micro-batch, and only other ranks have samples "
+                    "this rank has no sample for a padding micro-batch, and only other ranks have samples "
                     "in this step.",
                     where=self._errors.where(),
                     why=f"`shard(0, {self._plan.size})` is empty, but another shard is not.",
                 )
-            moved = to_device(ghost, self._device, pin=pin)
+            moved = to_device(padding, self._device, pin=pin)
             yield MicroBatch(moved, 1, offset, number == 0, True)
 
     def _parts(self, position: Position, epochs: int, equal: bool) -> Iterator[Part | End]:

@@ -58,7 +58,7 @@ def examine() -> Facts:
     facts = facts_of(info)
     if info.world_size == 1:
         return {"ranks": [facts], "links": [], "reduce": [_reduce_alone()], "prints": True}
-    store = dist.PrefixStore("doctor", rendezvous.meet(info, timeout_s=_TIMEOUT_S))
+    store = dist.PrefixStore("doctor", rendezvous.connect_store(info, timeout_s=_TIMEOUT_S))
     ranks = _exchange(store, info, "facts", facts)
     links = _exchange(store, info, "links", _links(store, info, ranks))
     reduce = _exchange(store, info, "reduce", _reduce_in_group(store, info))

@@ -54,7 +54,7 @@ class Peers:
         except RuntimeError:
             return  # rank 0 has ended, and the store with it
 
-    def linger(self) -> None:
+    def wait_for_readers(self) -> None:
         """If the store ends with this process, wait a moment for ranks that may still read the mark."""
         hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._rank != 0 or hosted_by_launcher or self._lingered:
@@ -146,7 +146,7 @@ class ExceptHook:
         if dist.is_initialized():
             abort_process_groups()  # the collectives of the others break, and they read the mark
         if self.peers is not None:
-            self.peers.linger()
+            self.peers.wait_for_readers()
         code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
         os._exit(ExitCode.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
 

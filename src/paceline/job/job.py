@@ -87,7 +87,8 @@ class Job:
         alive: whether the job has not been left.
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
-        left_loop: the training loop that this rank left early; None if it left none, or after `settle`.
+        left_loop: the training loop that this rank left early; None if it left none, or after
+            `check_loop_exit`.
 
     Collective: as the methods say.
     """
@@ -179,7 +180,7 @@ class Job:
             return
         # A peer's failure also breaks collectives that the user called without Paceline.
         cause = self._peer_failure_behind(error) if isinstance(error, RuntimeError) else None
-        self.abandon(error)
+        self.abort(error)
         if cause is not None:
             raise cause from error
 
@@ -197,10 +198,10 @@ class Job:
         try:
             while self._leave_actions:
                 self._leave_actions.popitem()[1]()
-            self.settle()
+            self.check_loop_exit()
             self.wait_for_all_ranks(LEFT_JOB)
         except BaseException as error:
-            self.abandon(error)
+            self.abort(error)
             raise
         if self.group is not None:
             dist.destroy_process_group()
@@ -215,7 +216,7 @@ class Job:
         if self.exchange is not None:
             self.exchange.gather(call, None, has_timeout=False)
 
-    def abandon(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Leave the job because of `error`, without waiting for any rank.
 
         The other ranks' collectives break at once, and their errors name this rank. If one rank alone is
@@ -237,14 +238,14 @@ class Job:
             except Exception as second:  # the first error is the one to report
                 log.logger.warning("while leaving after an error: %r", second)
         if self.peers is not None:
-            self.peers.linger()
+            self.peers.wait_for_readers()
             failures.detach_excepthook(error)
         self._close()
 
-    def _abandon_at_exit(self) -> None:
+    def _abort_at_exit(self) -> None:
         # A thread of ours or of Gloo that takes the lock of a finished interpreter aborts the process; and
         # ranks that still wait for this one need to know why it ended.
-        self.abandon(
+        self.abort(
             StepError("the process ended without leaving the job (`with paceline.join() as job`).")
         )
 
@@ -265,7 +266,7 @@ class Job:
             return None
         return self.peers.failure_behind_broken_collective()
 
-    def settle(self) -> None:
+    def check_loop_exit(self) -> None:
         """Wait for the other ranks if this rank left a training loop early; called before collectives.
 
         Raises:
@@ -300,7 +301,7 @@ class Job:
         self.alive = False
         self.left_loop = None
         notice.take()  # a signal that this job did not handle does not stop the next one
-        atexit.unregister(self._abandon_at_exit)
+        atexit.unregister(self._abort_at_exit)
         if self.exchange is not None:
             self.exchange.close()
         if self.failed and self.control is not None:
@@ -386,7 +387,7 @@ def join(
             _connect(job, info, chosen_backend, store)
             wait_before_forks()
     except BaseException as error:
-        job.abandon(error)
+        job.abort(error)
         raise
     _current = weakref.ref(job)
     return job
@@ -405,7 +406,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     elif info.master is not None and (route := route_to(info.master.rpartition(":")[0])):
         for name, interface in interface_variables(route, os.environ).items():
             job.set_variable(name, interface)
-    job.store = rendezvous.meet(info, timeout_s=job.timeout_s, store=store)
+    job.store = rendezvous.connect_store(info, timeout_s=job.timeout_s, store=store)
     # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
     job.peers = Peers(dist.PrefixStore(failures.PREFIX, job.store), job.rank, job.world_size)
     _refuse_wrong_ranks(job, job.store)
@@ -434,7 +435,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     # A rank that fails before all are connected would break the connections of others.
     job.exchange.gather("join", None)
     failures.install_excepthook(job.peers, hook)
-    atexit.register(job._abandon_at_exit)
+    atexit.register(job._abort_at_exit)
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:

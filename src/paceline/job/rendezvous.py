@@ -47,7 +47,9 @@ _GRACE_S = 0.5  # for ranks to read who is missing before the store ends with ra
 _joins = itertools.count()
 
 
-def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -> dist.Store:
+def connect_store(
+    info: RankInfo, *, timeout_s: float, store: dist.Store | None = None
+) -> dist.Store:
     """Connect to the job's store and wait for all ranks. No other join or restart uses the same keys.
 
     Args:

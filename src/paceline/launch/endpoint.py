@@ -34,7 +34,7 @@ _PROBE_BYTES = 1 << 17
 _PROBE_S = 5.0
 
 
-def meet_at(
+def connect_store_at(
     endpoint: Endpoint,
     *,
     timeout_s: float,

@@ -34,7 +34,7 @@ from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.watch.crash import Error, RankOutcome
-from paceline.watch.probe import PROBE_NAME, UNASKED, Probe
+from paceline.watch.probe import PROBE_NAME, UNSOLICITED_ID, Probe
 from paceline.watch.stacks import place_of_crash
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -42,7 +42,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 _SEND_TIMEOUT_S = 30.0
 # A rank that lost its peer may report before the rank that caused it; the cause reports within this time.
-_SETTLE_S = 0.5
+_REPORTS_S = 0.5
 _KILLED_S = 10.0  # within which the kernel ends a process after SIGKILL, and a thread of ours ends
 _GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 # How long the reader of our output may pause at the end of the job, and the same after a signal.
@@ -545,11 +545,11 @@ class LocalRanks:
             )
         self._wait_done(self.ranks, _KILLED_S)
 
-    def settle(
+    def wait_for_reports(
         self, enough: Callable[[Sequence[RankOutcome]], bool], *, skip_grace: Callable[[], bool]
     ) -> None:
         """Wait up to half a second for the reports of other failures, or until `enough(outcomes)`."""
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + _REPORTS_S
         while time.monotonic() < deadline and not self.done and not enough(self.outcomes()):
             self.wait_change(0.02)
             if skip_grace():
@@ -558,7 +558,7 @@ class LocalRanks:
     def request_states(self) -> None:
         """Have running ranks report their stacks and collectives before they are ended."""
         for rank in self.ranks:
-            if rank.answers.get("state", {}).get("id") != UNASKED:
+            if rank.answers.get("state", {}).get("id") != UNSOLICITED_ID:
                 rank.answers.pop("state", None)  # it may be hours old
         running = [rank for rank in self.ranks if rank.poll() is None and not rank.reported_error]
         question = Question(running, "state", now=time.monotonic(), within_s=_STATE_S)

@@ -34,7 +34,7 @@ import paceline
 from paceline.errors import LaunchFailed
 from paceline.job.network import address_from_here, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
-from paceline.launch.endpoint import meet_at
+from paceline.launch.endpoint import connect_store_at
 from paceline.launch.node_exchange import UNREADABLE, NodeExchange, from_json
 from paceline.launch.options import LaunchOptions
 from paceline.launch.rendezvous import (
@@ -270,7 +270,7 @@ class NodeRendezvous(Rendezvous):
         self._endpoint, self._say = options.endpoint, say
         self._sizes = (options.min_nodes, options.max_nodes)
         self._options = options
-        self._served = meet_at(
+        self._served = connect_store_at(
             options.endpoint,
             timeout_s=options.rendezvous.join_timeout_s,
             read_timeout=STORE_TIMEOUT,
@@ -338,13 +338,13 @@ class NodeRendezvous(Rendezvous):
             time.sleep(random.uniform(0, self._sizes[1] * _JOIN_S_PER_NODE))
         with _reached():
             while True:
-                state = self._meet()
+                state = self._enter_round()
                 self._after = state.round + 1
                 if (found := self._begin(state)) is not None:
                     self._current, self._members = found, state.nodes
                     return found
 
-    def _meet(self) -> State:
+    def _enter_round(self) -> State:
         """Take part in the next round, and wait until it is complete."""
         began = time.monotonic()
         enough_at: float | None = None  # when there were nodes enough for the first round

@@ -466,7 +466,7 @@ class Supervisor:
         if exchange is not None:
             exchange.announce_failure()
         if local.any_ended_badly:
-            local.settle(enough, skip_grace=signalled)
+            local.wait_for_reports(enough, skip_grace=signalled)
         first = find_first_failure(local.outcomes())
         if self._restarts_left <= 0 or (first is not None and self._repeats(first)):
             local.request_states()

@@ -382,7 +382,7 @@ def _crash(
     in_collective = report["lost_peer"] or report["module"].startswith("torch.distributed")
     if send_state is not None and in_collective:
         # The collective that failed, and its tensors.
-        send_state({"do": "state", "id": _probe.UNASKED})
+        send_state({"do": "state", "id": _probe.UNSOLICITED_ID})
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
     # because a full pipe would block forever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

@@ -72,7 +72,7 @@ class ExactStrategy(Strategy):
                 "reproducible training needs dense gradients, and a layer has sparse=True.",
                 fix="leave sparse=True or reproducible=True out.",
             )
-        if self._ghost_mode.synchronised:
+        if self._padding_mode.synchronised:
             raise ConfigError(
                 "reproducible training normalises each micro-batch separately, not over ranks.",
                 fix="leave sync_batchnorm out: plain BatchNorm gives the same on any number of ranks.",
@@ -125,7 +125,7 @@ class ExactStrategy(Strategy):
                 self._earlier_forwards = self._num_forwards()
                 # The loop may change its batch in place, and must get it unchanged if the step is repeated.
                 batch = copy_tensors(each.batch)
-                yield MicroBatch(batch, each.count, each.offset, each.is_last, each.is_ghost)
+                yield MicroBatch(batch, each.count, each.offset, each.is_last, each.is_padding)
             is_done = self._end_micro_batches()
 
     def _num_forwards(self) -> torch.Tensor:

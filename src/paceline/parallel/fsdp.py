@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state split over the ranks: a front to torch's `fully_shard` (FSDP2).
 
 It adds checks before training that name parameters, equal weights at the start, and the same steps as one
-process: ranks with fewer samples run ghost micro-batches. torch shards, gathers and reduces.
+process: ranks with fewer samples run padding micro-batches. torch shards, gathers and reduces.
 """
 
 from __future__ import annotations

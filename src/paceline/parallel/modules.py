@@ -182,9 +182,10 @@ def _fill_by_hand(module: nn.Module) -> str:
 
 
 def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
-    """Refuse torch's SyncBatchNorm, which cannot leave the sample of a ghost micro-batch out.
+    """Refuse torch's SyncBatchNorm, which cannot leave the sample of a padding micro-batch out.
 
-    In eval mode, in which plain BatchNorm runs ghosts, it skips the collectives that other ranks wait for.
+    In eval mode, in which plain BatchNorm runs padding micro-batches, it skips the collectives that other
+    ranks wait for.
     """
     layers = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
     if layers and job.data.size > 1:

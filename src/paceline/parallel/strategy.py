@@ -78,7 +78,7 @@ class Strategy:
     Attributes:
         divisor: After `finish` a gradient is the sum over all ranks divided by this number.
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
-            with fewer samples then gets ghosts: real samples with weight 0.
+            with fewer samples then gets padding micro-batches: real samples with weight 0.
         loss_unit: Losses for the log are rounded to multiples of this, so that their sum is exact; None: not.
     """
 
@@ -95,10 +95,10 @@ class Strategy:
         self._job = job
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self._ghost_mode = syncbn.GhostMode(models)
-        self.needs_equal_micro_batches = job.data.size > 1 and self._ghost_mode.synchronised
+        self._padding_mode = syncbn.PaddingMode(models)
+        self.needs_equal_micro_batches = job.data.size > 1 and self._padding_mode.synchronised
         self.prepare(batches)
-        self._has_ghosts = self.needs_equal_micro_batches and self._ghost_mode.has_layers
+        self._has_padding = self.needs_equal_micro_batches and self._padding_mode.has_layers
 
     def prepare(self, batches: Batches) -> None:
         """The constructor of a subclass. Raises ConfigError for what the subclass cannot train."""
@@ -117,11 +117,11 @@ class Strategy:
     def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
         """This rank's micro-batches of a step. It may yield all of them again, to repeat the step."""
         for micro in step:
-            if self._has_ghosts:
-                self._ghost_mode.set(micro.is_ghost)
+            if self._has_padding:
+                self._padding_mode.set(micro.is_padding)
             yield micro
-        if self._has_ghosts:
-            self._ghost_mode.set(False)
+        if self._has_padding:
+            self._padding_mode.set(False)
 
     def backward(
         self,
@@ -151,7 +151,7 @@ class Strategy:
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set on the models. Called when the loop ends or is left."""
-        self._ghost_mode.set(False)
+        self._padding_mode.set(False)
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The p-norm of all gradients as one vector, shape (), the same on all ranks."""

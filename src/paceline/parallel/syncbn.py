@@ -2,8 +2,8 @@
 that normalises the whole batch.
 
 Replaces `torch.nn.SyncBatchNorm`, which has no CPU version and cannot leave a sample out. A rank without
-samples runs a ghost, which takes part in the collectives only. Gradients of weight and bias are summed over
-ranks by the training's strategy, not here. In eval mode nothing is exchanged.
+samples runs a padding micro-batch, which takes part in the collectives only. Gradients of weight and bias are
+summed over ranks by the training's strategy, not here. In eval mode nothing is exchanged.
 
 Ranks exchange (count, mean, M2) and merge them by the formula of Chan, Golub and LeVeque (1979).
 E[x^2] - E[x]^2 would lose all digits if the mean is much larger than the deviation.
@@ -48,13 +48,13 @@ class SyncBatchNorm(nn.BatchNorm1d):
     Made by `sync_batchnorm` from torch's layers, whose parameters, buffers, hooks and names it keeps.
 
     Attributes:
-        ghost: Whether the samples of the next forward have weight 0: they are normalised, but count
+        is_padding: Whether the samples of the next forward have weight 0: they are normalised, but count
             neither in statistics nor in any gradient.
 
     Collective: in training mode `forward` and its backward, all ranks, equally often.
     """
 
-    ghost: bool
+    is_padding: bool
     link: _Link
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
                 fix="call paceline.sync_batchnorm(job, model) again.",
             )
         job.refuse_if_left()
-        stats = _Statistics(job, input.detach(), is_ghost=self.ghost)
+        stats = _Statistics(job, input.detach(), is_padding=self.is_padding)
         if self.track_running_stats:
             self._track(stats)
         normalise: Any = _Normalise.apply
@@ -105,9 +105,9 @@ class _Statistics:
     `type` is the dtype to compute with: the input's, or float32 for half precision.
     """
 
-    def __init__(self, job: Job, x: torch.Tensor, *, is_ghost: bool) -> None:
+    def __init__(self, job: Job, x: torch.Tensor, *, is_padding: bool) -> None:
         self.job = job
-        self.is_empty = is_ghost or x.numel() == 0
+        self.is_empty = is_padding or x.numel() == 0
         self.dims = [0, *range(2, x.dim())]
         self.shape = [1, -1] + [1] * (x.dim() - 2)
         self.type = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -212,7 +212,7 @@ class _Normalise(torch.autograd.Function):
         xc = x.to(stats.type) - stats.shaped(stats.mean)
         sums = torch.stack([stats.summed(dy), stats.summed(dy * xc)])
         if stats.is_empty:
-            # Not a product with 0, because the loss of a ghost may be NaN.
+            # Not a product with 0, because the loss of a padding micro-batch may be NaN.
             sums = torch.zeros_like(sums)
         dweight = (sums[1] * rstd).to(weight.dtype) if needs[1] else None
         dbias = sums[0].to(bias.dtype) if needs[2] else None
@@ -274,7 +274,7 @@ def _convert(layer: nn.Module, link: _Link) -> None:
         # The class of the object is changed, as in torch's lazy modules, so that hooks, flags and
         # other references to the layer stay valid.
         layer.__dict__.pop("process_group", None)
-        layer.__dict__["ghost"] = False
+        layer.__dict__["is_padding"] = False
         layer.__class__ = SyncBatchNorm
     layer.__dict__["link"] = link
 
@@ -312,8 +312,8 @@ def batchnorms(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, _KINDS)]
 
 
-class GhostMode:
-    """Keeps the samples of ghost micro-batches out of all BatchNorm statistics of some models.
+class PaddingMode:
+    """Keeps the samples of padding micro-batches out of all BatchNorm statistics of some models.
 
     Synchronised layers give them weight 0. Plain layers run in eval mode.
 
@@ -331,13 +331,13 @@ class GhostMode:
         self.synchronised = bool(self._layers)
 
     def set(self, on: bool) -> None:
-        """Set whether the next forwards are those of a ghost.
+        """Set whether the next forwards are those of a padding micro-batch.
 
         A backward uses the setting of its forward. With activation checkpointing the backward runs the
         forward again, so leave it set until the backward is done.
         """
         for layer in self._layers:
-            layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
+            layer.__dict__["is_padding"] = on  # nn.Module.__setattr__ is ten times slower
         if on and not self._paused:
             self._paused = [x for x in self._plain if x.training and x.track_running_stats]
             for layer in self._paused:

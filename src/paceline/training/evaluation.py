@@ -153,7 +153,7 @@ def evaluate(
 
     Collective: all ranks, same arguments.
     """
-    _meet(job, "evaluate")
+    _check_all_call(job, "evaluate")
     sharded = is_split(model)  # then each forward is a collective
     equalize_buffers(job, model)
     requested = metrics or {}
@@ -245,7 +245,7 @@ def parts(
             why="each of its forwards needs all ranks, which may have different numbers of batches.",
             fix="use paceline.evaluate(job, model, dataset, score).",
         )
-    _meet(job, "parts")
+    _check_all_call(job, "parts")
     equalize_buffers(job, model)
     share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=False
@@ -260,10 +260,10 @@ def _batches_of(share: EvaluationBatches | EvaluationStream) -> Iterator[Any]:
         share.check()
 
 
-def _meet(job: Job, call: str) -> None:
+def _check_all_call(job: Job, call: str) -> None:
     """Check that all ranks are in this call, in the same step."""
     job.refuse_if_left()
-    job.settle()
+    job.check_loop_exit()
     collectives.gather(job, None, call=call)
 
 
@@ -303,7 +303,7 @@ def _run(
             finally:
                 if runner is not None:
                     runner.calls_left = None
-            if each.is_ghost:
+            if each.is_padding:
                 continue
             for name, metric in metrics.items():
                 metric.update(*_arguments(name, results.pop(name, None)))

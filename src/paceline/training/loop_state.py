@@ -18,13 +18,14 @@ class LoopState:
     - Between steps: before the first one, after the last one, and while a step is committed.
     - In a step: `Training.steps` has yielded `step`, and the loop body runs.
     - Left early: a `break` or an exception in the loop body has ended the loop. `Job.left_loop` says so until
-      `Job.settle` has made sure that all ranks have left the loop in the same step.
+      `Job.check_loop_exit` has made sure that all ranks have left the loop in the same step.
 
     Only `Training` calls the methods: `begin` before each loop; `enter` and `end` for each step; `leave` in
     place of `end`, if the loop is left early.
 
     This object writes what other ranks and the launcher are told about the loop: `Job.left_loop`,
-    `Exchange.place` and `current_step.step`. `Job.settle` and the end of the job reset `Job.left_loop`.
+    `Exchange.place` and `current_step.step`. `Job.check_loop_exit` and the end of the job reset
+    `Job.left_loop`.
 
     Attributes:
         step: The step in progress; None outside of a step.
@@ -66,7 +67,7 @@ class LoopState:
     def take_left(self) -> Step | None:
         """The step in which this loop was left early, if no rank has settled that yet.
 
-        The caller commits the step or drops it; `Job.settle` does not wait for other ranks any more.
+        The caller commits the step or drops it; `Job.check_loop_exit` does not wait for other ranks any more.
         """
         if self._left is None or self._left[0] is not self._job.left_loop:
             return None

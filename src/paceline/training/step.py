@@ -338,7 +338,7 @@ class Step:
         if type(loss) is not torch.Tensor:
             loss = whole(loss)  # a DTensor, if a layer returns one
         scaled = context.precision.scaler.scale(loss)
-        if micro.is_ghost:
+        if micro.is_padding:
             start = torch.zeros_like(scaled)
         else:
             start, own = self._start_and_logged(loss, count, reduction, scaled, micro)
@@ -346,7 +346,7 @@ class Step:
                 record.loss = own if record.loss is None else record.loss + own
                 record.count = record.count + count
         hooks = []
-        if micro.is_ghost or weight.has_no_gradient(loss, count, reduction):
+        if micro.is_padding or weight.has_no_gradient(loss, count, reduction):
             hooks = discard_gradients(scaled)
         inputs = None
         if len(records) < len(self._records):
@@ -589,15 +589,15 @@ class Step:
         self._context.control.agreed.stop = True
 
     @property
-    def is_ghost(self) -> bool:
-        """Whether the current micro-batch is a ghost: a real sample with weight 0.
+    def is_padding(self) -> bool:
+        """Whether the current micro-batch is a padding micro-batch: a real sample with weight 0.
 
-        A rank that has fewer micro-batches than others gets ghosts, so that all ranks run the same
+        A rank that has fewer micro-batches than others gets such, so that all ranks run the same
         collectives. Leave it out of your own sums.
 
         Collective: none.
         """
-        return self._micro is not None and self._micro.is_ghost
+        return self._micro is not None and self._micro.is_padding
 
     @property
     def loss(self) -> StepLoss:

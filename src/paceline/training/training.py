@@ -271,7 +271,7 @@ class Training:
         Collective: all ranks, same arguments.
         """
         require_integers(1, or_none=True, epochs=epochs, until=until)
-        self.job.settle()
+        self.job.check_loop_exit()
         self.resume()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
@@ -362,7 +362,7 @@ class Training:
         Collective: all ranks, same state.
         """
         self._refuse_in_step("load_state_dict")
-        self.job.settle()
+        self.job.check_loop_exit()
         self._await_all("load_state_dict")
         self.resume()  # here, because `steps` would replace the state by that of a checkpoint
         self._load(saved)
@@ -472,7 +472,7 @@ class Training:
                 if count > 1
                 else "leave `number` out.",
             )
-        self.job.settle()
+        self.job.check_loop_exit()
         self._await_all("export")
         model = self.models[number or 0]
         equalize_buffers(self.job, model)
@@ -500,7 +500,7 @@ class Training:
                 yield step
             except GeneratorExit:
                 # A `break`, or an exception. Python drops what a generator raises while it is closed, so
-                # `job.settle` reports it.
+                # `job.check_loop_exit` reports it.
                 if loop.step is not step:
                     raise  # of an earlier loop, whose generator was closed after a new one had begun
                 loop.leave(self._finish_save)
@@ -660,7 +660,7 @@ class Training:
         """
         if self._is_resumed:
             return
-        self.job.settle()
+        self.job.check_loop_exit()
         self._await_all("resume")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()

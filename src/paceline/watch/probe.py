@@ -29,7 +29,9 @@ from paceline.watch.flight_recorder import counts, table
 from paceline.watch.stacks import Stack, call_of, is_in_step, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
-UNASKED = -1  # the number of an answer that a failing rank gives by itself; see launch/worker.py
+UNSOLICITED_ID = (
+    -1
+)  # the number of an answer that a failing rank gives by itself; see launch/worker.py
 _BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _TRACEBACK_CHARS = 100_000
