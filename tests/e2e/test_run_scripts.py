@@ -227,7 +227,7 @@ BAD = [
 if not torch.cuda.is_available():
     BAD += [
         ("--nproc-per-node=gpu {}", 2, "paceline: --nproc-per-node=gpu, and torch finds no "),
-        ("--numa-binding=node {}", 2, "paceline: --numa-binding needs NVIDIA GPUs, and torch sees"),
+        ("--numa-binding=node {}", 2, "paceline: --numa-binding cannot be used here."),
     ]
 
 
