@@ -99,6 +99,12 @@ class NodeExchange:
         self._done = True
         return bool(count > len(self._others))
 
+    def any_done(self) -> bool:
+        """Whether the ranks of a node have ended."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.add(_DONE, 0) > 0)
+        return False
+
     def wait_all_done(self, timeout_s: float, skip_grace: Callable[[], bool]) -> None:
         """Wait until the ranks of all nodes have ended, because the store may end with this process."""
         deadline = time.monotonic() + timeout_s

@@ -451,7 +451,7 @@ class NodeRendezvous(Rendezvous):
                 names = [str(self._of([node]).get(node, node)) for node in lost]
                 return Change(f"lost {', '.join(names)}: no sign of life") if names else None
         if self._name in (*state.nodes, *state.expected):
-            return Change("other nodes begin again", joins=True)
+            return Change("other nodes begin again", joins=True, has_begun=True)
         return Change("this node did not respond, and the others continued")
 
     def close(self, *, job_ended: bool) -> None:

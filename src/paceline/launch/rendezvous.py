@@ -52,10 +52,12 @@ class Change:
 
     Attributes:
         joins: Whether a node joins. Otherwise nodes were lost.
+        has_begun: Whether other nodes have begun the next round already.
     """
 
     text: str
     joins: bool = False
+    has_begun: bool = False
 
 
 class RendezvousLost(Exception):

@@ -199,7 +199,7 @@ def _collect(
                 process.exitcode is not None
             )  # before the look at its file, which is then the last
             if rank not in outcomes and (folder / str(rank)).exists():
-                outcomes[rank] = cloudpickle.loads((folder / str(rank)).read_bytes())
+                outcomes[rank] = _read(rank, (folder / str(rank)).read_bytes())
             elif rank not in outcomes and has_ended:
                 outcomes[rank] = _early_end(rank, process)
         running = [rank for rank in range(len(processes)) if rank not in outcomes]
@@ -214,6 +214,15 @@ def _collect(
                 outcomes[rank] = _unfinished(rank, processes[rank], folder, after_s)
         else:
             wait([processes[rank].sentinel for rank in running], timeout=_POLL_S)
+
+
+def _read(rank: int, data: bytes) -> RankResult:
+    try:
+        found: RankResult = cloudpickle.loads(data)
+    except Exception as error:  # it needs a module that only the rank could import
+        failed = LaunchFailed(f"the outcome of rank {rank} cannot be read: {error!r}.", rank=rank)
+        return RankResult(rank, error=failed)
+    return found
 
 
 def _unfinished(rank: int, process: BaseProcess, folder: Path, after_s: float) -> RankResult:

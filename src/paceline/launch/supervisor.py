@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -199,7 +200,18 @@ class Supervisor:
                 self._round = self._rendezvous.next_round()
             if self._watch is not None:
                 self._watch.exchange = self._round.exchange
-            self._start_ranks()
+            try:
+                self._start_ranks()
+            except (LaunchFailed, OSError) as error:
+                if self._round.exchange is not None:
+                    self._round.exchange.announce_failure()
+                if isinstance(error, LaunchFailed):
+                    raise
+                raise LaunchFailed(
+                    f"the ranks of this node cannot be started: {error}.",
+                    where=f"host {socket.gethostname()}",
+                    fix="see that the folder of --log-dir can be written, and `ulimit -a`.",
+                ) from error
             self._rendezvous.serve()
             after = None
             while after is None:
@@ -212,7 +224,7 @@ class Supervisor:
 
     def _wait_for_other_nodes(self) -> None:
         """Keep the store until the ranks of other nodes have ended, after the ranks here ended well."""
-        if self._exit_code != ExitCode.OK:
+        if self._exit_code != ExitCode.OK or self._round.exchange is None:
             return
         if self._preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
@@ -395,13 +407,16 @@ class Supervisor:
         done = local.done  # read first: a rank may end badly between the two
         if local.any_ended_badly:
             return self._fail()
-        change = self._rendezvous.change()
+        exchange = self._round.exchange
+        # After a preemption the other nodes are not awaited, and may be gone.
+        change = None if done and local.preempted else self._rendezvous.change()
         if change is not None and change.joins and not self._signals.received:
-            if not (done and not local.preempted):
+            # A node that joins waits if ranks have ended already: the job is about to end.
+            has_ended = done or (exchange is not None and exchange.any_done())
+            if change.has_begun or not has_ended:
                 return self._begin_again(change.text)
         elif change is not None and (self._restarts_left > 0 or done):
             return self._lose_round(change.text)
-        exchange = self._round.exchange
         if done and self._may_end_round():
             self._preempted = local.preempted
             if exchange is not None:
