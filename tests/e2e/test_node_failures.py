@@ -108,6 +108,40 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     assert f"{lost}; the ranks of this node had already ended" in end.err
 
 
+ENDS_LATE = """
+dist.barrier()
+if "HOST" not in os.environ:
+    open("goes-on", "w").close()
+    while not os.path.exists("third"):
+        time.sleep(0.05)
+    time.sleep(4)
+    open("whole", "w").close()
+"""
+
+
+@pytest.mark.ci
+def test_a_node_that_comes_while_the_job_ends_does_not_begin_it_again(
+    tmp_path: Path, free_port: int
+) -> None:
+    (tmp_path / "train.py").write_text(PLAIN + ENDS_LATE)
+    words = node_words(free_port, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=2", "train.py")
+    host = start(words, tmp_path, HOST="1")
+    wait_served(free_port)
+    other = start(words, tmp_path)
+    while not (tmp_path / "goes-on").exists():
+        assert other.poll() is None, other.communicate()
+        time.sleep(0.01)
+    third = start(words, tmp_path)
+    assert third.stderr is not None
+    assert "waiting for" in third.stderr.readline()
+    (tmp_path / "third").touch()
+    ends = [finish(node) for node in (host, other)]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert (tmp_path / "whole").exists()
+    assert "begin again" not in ends[0].err + ends[1].err
+    assert finish(third).code == 1
+
+
 LEAVES = "if rank == 1: sys.exit(0)" + WAIT
 # A child keeps the connections open, so the other rank does not notice the end.
 LEAVES_UNSEEN = """
