@@ -164,3 +164,15 @@ def test_all_ranks_know_who_called_what(rank: int) -> None:
     left = Header(LEFT_LOOP, 4, 0)
     text = str(disagreement([left, Header(WORD, 4, 0), left], rank))
     assert "ranks 0 and 2 left the training loop after step 4, rank 1 did not" in text
+
+
+def _comes_at_the_grace(job: Any) -> int:
+    for _ in range(8):
+        if job.rank == 0:
+            time.sleep(0.5)  # when the first wait of the others times out
+        collectives.gather(job, None, call="a call")
+    return job.rank  # type: ignore[no-any-return]
+
+
+def test_a_rank_that_comes_at_the_end_of_a_wait_is_no_error() -> None:
+    assert run_ranks(_comes_at_the_grace, nproc=3) == [0, 1, 2]

@@ -174,7 +174,11 @@ class Workers:
         """The error that names the worker that died; None if all are alive."""
         # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
         # sentinel, and only then sets the exit code.
-        exiting = wait([process.sentinel for process in self._processes], timeout=_EXIT_WAIT_S)
+        sentinels = [process.sentinel for process in self._processes]
+        try:
+            exiting = wait(sentinels, timeout=_EXIT_WAIT_S)
+        except RuntimeError:  # of torch's SIGCHLD handler, once for each worker that has ended
+            exiting = wait(sentinels, timeout=_EXIT_WAIT_S)
         for worker, process in enumerate(self._processes):
             if process.sentinel in exiting:
                 process.join(_EXIT_WAIT_S)

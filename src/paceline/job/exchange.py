@@ -232,10 +232,14 @@ class Exchange:
         """Wait for a work; False if it is not done in time."""
         try:
             work.wait(timeout)
-        except RuntimeError as error:
+        except RuntimeError:
             if not work.is_completed():
                 return False
-            self._reraise(error)
+            # It may have been completed since the timeout; if it failed, this raises its error again.
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._reraise(error)
         return True
 
     def _timeout_error(self, number: int) -> CollectiveTimeout:
