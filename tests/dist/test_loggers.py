@@ -179,6 +179,24 @@ def test_a_slow_logger_delays_no_step_and_the_end_only_for_a_while(
     assert "Kept did not take the last metrics" in caplog.text
 
 
+def test_a_logger_that_hangs_keeps_a_bounded_number_of_values(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.metrics.logger._MOST_WAITING", 3)
+    hangs, release = threading.Event(), threading.Event()
+    kept = Kept(lambda step: (hangs.set(), release.wait()))
+    logger = BackgroundLogger(kept)
+    logger.log(1, {})
+    assert hangs.wait(10)
+    for step in range(2, 20):
+        logger.log(step, {})
+    release.set()
+    logger.close()
+    assert list(kept.values) == [1, 2, 3, 4, 0]  # 0: it is closed
+    assert caplog.text.count("Kept is too slow: 3 values wait for it") == 1
+    assert "from step 5 on" in caplog.text
+
+
 def test_a_resumed_table_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     for first in (1, 3):
@@ -459,12 +477,26 @@ def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
     path.write_bytes(
         b'{"step": 1, "time_s": 2.5}\n\0\0\0\0\n[1]\n{"step": 2}\n{"step": 9, "time_s": 3}\n{"step": 3'
     )
-    lines = paceline.JSONLines(path)
-    assert lines.rewind(1) == 2.5
+    assert paceline.JSONLines(path).rewind(1) == 2.5
     assert path.read_bytes() == b'{"step": 1, "time_s": 2.5}\n'
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    assert lines.rewind(5) == 0
+    assert paceline.JSONLines(path).rewind(5) == 0
     assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_further_loop_reads_the_file_only_to_go_back(tmp_path: Path) -> None:
+    lines = paceline.JSONLines(tmp_path / "lines.jsonl")
+    lines.rewind(0)
+    file = lines.path.stat().st_ino  # removing lines makes a new file
+    for step in (1, 2, 3):
+        lines.log(step, {"time_s": step / 4})
+    assert lines.rewind(3) == 0.75
+    assert lines.path.stat().st_ino == file
+    assert lines.rewind(2) == 0.5
+    lines.log(3, {"time_s": 9.0})
+    lines.close()
+    steps = [json.loads(line) for line in lines.path.read_text().splitlines()]
+    assert [(line["step"], line["time_s"]) for line in steps] == [(1, 0.25), (2, 0.5), (3, 9.0)]
 
 
 @pytest.mark.parametrize(("unit", "samples", "count"), [("samples", 4, 9), ("tokens", 1, 4)])

@@ -29,18 +29,24 @@ class JSONLines:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()  # the program may change its folder
         self._file: FileIO | None = None
+        self._last: tuple[int, float] | None = None  # step and time of the last line
 
     def rewind(self, step: int) -> float:
         """Remove the lines after `step`, which an interrupted run wrote, and what is not a line of a step.
 
+        The file is read once: it is left as it is if this object has written no later step.
+
         Returns:
             `time_s` of the last line that is left; 0 if there is none.
         """
+        if self._last is not None and self._last[0] <= step:
+            return self._last[1]
         self.close()  # the file is replaced
         keep, time_s = _lines_up_to(self.path, step)
         scratch = self.path.with_name(self.path.name + ".new")
         scratch.write_bytes(b"".join(keep))
         scratch.replace(self.path)
+        self._last = step, time_s
         return time_s
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -55,9 +61,11 @@ class JSONLines:
             while left:  # a disk that is nearly full takes a part
                 left = left[self._file.write(left) :]
         except OSError:
+            self._last = None  # a part of the line may be left
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
             raise
+        self._last = step, values.get("time_s", 0.0)
 
     def close(self) -> None:
         """Close the file."""

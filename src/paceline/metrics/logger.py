@@ -15,6 +15,7 @@ from paceline import log
 Values = Mapping[str, float | int]
 
 _Call = tuple[Any, ...]  # a method of a logger, and its arguments
+_MOST_WAITING = 10_000  # calls that wait for a slow logger, of some KB each; more are left out
 _CLOSE_S = 30.0  # longest wait at the end, for the slow servers of all loggers together
 
 
@@ -27,7 +28,8 @@ class Logger(Protocol):
     `paceline.clock.record.Window`. A fourth one, `fail()`, is called before `close` if the job has failed.
 
     All are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
-    one raises, a warning names the error once, the logger gets no more values, and the training goes on.
+    one raises, a warning names the error once, the logger gets no more values, and the training goes on. A
+    logger that takes no values for so long that 10,000 calls wait misses some, which a warning says.
 
     Collective: none.
     """
@@ -53,12 +55,12 @@ class BackgroundLogger:
 
     def log(self, step: int, values: Values) -> None:
         """Hand over the values of one step; returns at once."""
-        self._worker.calls.put(("log", step, values))
+        self._worker.add(("log", step, values))
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
         """Hand over where the time went, if the logger takes it; returns at once."""
         if self.takes_times:
-            self._worker.calls.put(("times", step, line))
+            self._worker.add(("times", step, line))
 
     def end(self, *, failed: bool) -> None:
         """Begin to close, without waiting; `close` waits.
@@ -94,10 +96,23 @@ class _Worker:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._logger = logger
         self._name = type(logger).__name__
+        self._has_dropped = False
         self._has_timed_out = False  # the job has ended without the logger, and said so
         self._deadline: float | None = None  # of `close`, since `end`
         self._thread = threading.Thread(target=self._run, name=f"{self._name} log", daemon=True)
         self._thread.start()
+
+    def add(self, call: _Call) -> None:
+        """Let the thread do this, unless too many calls wait."""
+        if self.calls.qsize() < _MOST_WAITING:
+            self.calls.put(call)
+        elif not self._has_dropped:
+            self._has_dropped = True
+            log.logger.warning(
+                "%s is too slow: %d values wait for it, so it misses some from step %d on. metrics.jsonl has "
+                "all of them, if `report` got a folder.",
+                *(self._name, _MOST_WAITING, call[1]),
+            )
 
     def end(self) -> None:
         """Let the thread do what is left, and close the logger."""
