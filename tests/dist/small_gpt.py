@@ -99,8 +99,6 @@ def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
         return paceline.pipeline(job, model)
     if mesh.tp > 1:
         model = paceline.tensor_parallel(job, model)
-    if mesh.pp > 1:
-        return paceline.pipeline(job, model)
     if mesh.tp > 1 or mesh.dp_shard > 1:
         return paceline.fsdp(job, model, blocks=Block)
     return paceline.ddp(job, model)

@@ -15,7 +15,7 @@ import pytest
 from launching import environment, finish, run, spawn
 from provocations import ONE_PROCESS
 
-from paceline.explain.reading import causes, recognise
+from paceline.explain.reading import recognise
 
 DEADLINE_S = 60
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -249,16 +249,3 @@ def test_hosts_set_up_wrongly(tmp_path: Path, name: str, isolate: str, script: s
         timeout=DEADLINE_S,
     )
     assert _first(done.stdout + done.stderr) == name
-
-
-# What takes a GPU, NCCL or another library; and what comes only with its cause, which is known.
-NOT_HERE = {"nccl-no-interface", "duplicate-gpu", "cuda-out-of-memory", "cuda-device-assert"}
-NOT_HERE |= {"barrier-device-unknown", "scaler-underflow", "scaler-overflow"}
-NOT_HERE |= {f"nccl-{word}" for word in ("system", "cuda", "usage", "internal", "timeout")}
-NOT_HERE |= {"nccl-watchdog-stuck", "nccl-remote", "lightning-devices", "loader-worker-died"}
-
-
-def test_all_that_can_be_provoked_here_is() -> None:
-    said = Path(__file__).read_text().partition("NOT_HERE")[0]
-    here = {name for name, _ in ONE_PROCESS} | set(re.findall(r'[("]([a-z-]+)[,)"]', said))
-    assert {cause.name for cause in causes()} - here == NOT_HERE

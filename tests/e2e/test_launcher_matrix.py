@@ -202,10 +202,6 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return _losses(PACELINE_RUN, tmp_path_factory.mktemp("two"))
 
 
-def test_each_example_is_in_a_table() -> None:
-    assert {path.name for path in FOLDER.iterdir() if path.is_file()} == {*EXAMPLES, *OTHERS}
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one_process(
     of_one: dict[str, list[float]], of_two: dict[str, list[float]]

@@ -66,21 +66,6 @@ def _files(*folders: str) -> set[str]:
     }
 
 
-def test_the_source_distribution_has_docs_examples_and_tests(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    root = {"pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "PKG-INFO", ".gitignore"}
-    root |= {
-        "README.md",
-        "README.zh-CN.md",
-        "mkdocs.yml",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "RELEASING.md",
-    }
-    assert names == root | _files("src", "docs", "examples", "tests", "benchmarks", "containers")
-
-
 def test_the_wheel_has_the_package_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

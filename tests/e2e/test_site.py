@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves the site, and lets the browser write each request to another host to its console."""
+    """Serves the site."""
 
     def do_GET(self) -> None:
         """A file; `/slow` is empty, and takes 3 s."""
@@ -39,12 +39,6 @@ class Handler(SimpleHTTPRequestHandler):
         time.sleep(3)
         self.send_response(204)
         return self.end_headers()
-
-    def end_headers(self) -> None:
-        """Add the policy to each answer."""
-        allowed = "'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
-        self.send_header("Content-Security-Policy", f"default-src {allowed}")
-        super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the log empty."""
@@ -109,9 +103,7 @@ def console(url: str, profile: Path, *, budget_ms: int = 4000) -> str:
     return "".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_every_page_opens_without_an_error_or_a_request_to_another_host(
-    site: Path, tmp_path: Path
-) -> None:
+def test_every_page_opens_without_an_error(site: Path, tmp_path: Path) -> None:
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
     assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
     with serve(site) as address, ThreadPoolExecutor(2) as pool:
@@ -155,16 +147,3 @@ def test_the_search_finds_english_pages(over: str, site: Path, tmp_path: Path) -
     found = said.partition("FOUND ")[2].partition('"')[0].split()
     assert "howto/checkpoints.html" in found[0], said
     assert not [link for link in found if "zh/" in link]
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("<script src='https://example.com/x.js'></script>", "Content Security Policy"),
-        ("<script>nothing()</script>", "nothing is not defined"),
-    ],
-)
-def test_an_error_of_a_page_is_seen(script: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(f"<html>{script}</html>")
-    with serve(tmp_path) as address:
-        assert message in console(f"{address}/page.html", tmp_path / "profile")

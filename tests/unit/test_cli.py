@@ -63,16 +63,6 @@ def _commands(line: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=IDS)
-def test_help_has_examples_and_exit_codes(parser: CommandParser) -> None:
-    text = parser.format_help()
-    examples = text.partition("\nexamples:\n")[2].partition("\n\nexit codes:\n")
-    assert all(f"  {line}\n      {what}" in examples[0] for line, what in parser.examples.items())
-    codes = dict(re.findall(r"^  (\d+|128 \+ n|other) +(\S.*)$", examples[2], re.M))
-    assert {"0", "2"} <= codes.keys()
-    assert len(codes) == len(parser.exit_codes)
-
-
-@pytest.mark.parametrize("parser", PARSERS, ids=IDS)
 def test_examples_parse(parser: CommandParser) -> None:
     assert parser.examples
     for line in parser.examples:
@@ -100,10 +90,9 @@ def _commands_of(page: Path) -> Iterator[list[str]]:
 
 
 def test_commands_of_the_pages_parse() -> None:
-    wrong, number = [], 0
+    wrong = []
     for page in PAGES:
         for words in _commands_of(page):
-            number += 1
             try:
                 of_line, rest = _parser_of(words)
                 of_line.parse_args(rest)
@@ -111,7 +100,6 @@ def test_commands_of_the_pages_parse() -> None:
                 if error.code:
                     wrong.append((page.name, shlex.join(words)))
     assert not wrong
-    assert number > 80, number
 
 
 WRONG = {

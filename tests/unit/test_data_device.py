@@ -6,7 +6,6 @@ from collections import OrderedDict, UserDict
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from paceline.data.device import to_device
@@ -76,12 +75,3 @@ def test_every_known_structure_is_kept_and_its_tensors_are_moved() -> None:
     assert batch["ordered"]["a"].device.type == "cpu"  # type: ignore[index]
     assert batch["user"]["a"].device.type == "cpu"  # type: ignore[index]
     assert batch["computed"].y.device.type == "cpu"  # type: ignore[attr-defined]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tensors_reach_a_cuda_device_through_pinned_memory() -> None:
-    device = torch.device("cuda", 0)
-    out = to_device([_x(), {"a": _x()}], device, pin=True)
-    assert out[0].device == out[1]["a"].device == device
-    assert out[1]["a"].tolist() == [1.0, 1.0]

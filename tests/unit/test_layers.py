@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -175,12 +174,3 @@ def test_public_names_are_sorted_and_resolve() -> None:
     assert paceline.__all__ == sorted(paceline.__all__)
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
-
-
-def test_no_folder_of_tests_is_passed_over(request: pytest.FixtureRequest) -> None:
-    # pytest's own list has `dist` in it.
-    passed_over = request.config.getini("norecursedirs")
-    folders = [path.name for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
-    assert "dist" in folders
-    found = [f for f in folders if any(fnmatch(f, pattern) for pattern in passed_over)]
-    assert found in ([], ["__pycache__"])

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from paceline import torch_private
 
 SOURCE = Path(paceline.__file__).parent
 OTHERS = sorted(p for p in SOURCE.rglob("*.py") if p.name != "torch_private.py")
-PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\w*(\.\w+)*")
 
 
 @pytest.mark.parametrize("name", torch_private.NAMES, ids=lambda name: name.path)
@@ -63,88 +63,33 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith(("__", "_paceline")) and name != "_"
 
 
-def _attribute(node: ast.AST) -> str:
-    """The name of an attribute that is read or set, also by `getattr` and `setattr`."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
-        name = node.args[1]
-        return str(name.value) if isinstance(name, ast.Constant) else ""
-    return ""
-
-
-def _defined(tree: ast.AST) -> set[str]:
-    """Private names that a module defines, also as attributes of `self`."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
-    return {name for name in found if _is_private(name)}
-
-
 USED_THROUGH = {name.path.rpartition(".")[2] for name in torch_private.NAMES}
-OWN = {name for path in OTHERS for name in _defined(ast.parse(path.read_text()))}
-STDLIB = {
-    "_exit",
-    "_current_exceptions",
-    "_current_frames",
-    "_getframe",
-    "_fields",
-    "_run_module_as_main",
-}
-# Attributes of a subclass of argparse's parser. A fork runs the functions of atexit itself.
-EXEMPT = {"command_line.py": "self._", "forked_ranks.py": ("atexit._", "threading._")}
 
 
-def _private(tree: ast.AST) -> list[str]:
-    """Imports of private names of torch, and private attributes of what torch's modules export."""
-    found, roots = [], set()
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    """Imports of private names of torch, and private attributes of what is imported from torch."""
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    roots.add((alias.asname or alias.name).split(".")[0])
-                    if "._" in alias.name:
-                        found.append(alias.name)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                roots.add(alias.asname or alias.name)
-                path = f"{node.module}.{alias.name}"
-                if "._" in path:
-                    found.append(path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1:2] != "_":
-            root = node.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in roots:
-                found.append(f"{ast.unparse(node)}")
-    defined = _defined(tree)
-    for node in ast.walk(tree):
-        name = _attribute(node)
-        if not _is_private(name):
+            paths = {alias.name: alias.asname or "torch" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            paths = {f"{node.module}.{a.name}": a.asname or a.name for a in node.names}
+        else:
             continue
-        owner = node.value if isinstance(node, ast.Attribute) else node.args[0]  # type: ignore[attr-defined]
-        of_torch = name in USED_THROUGH and name not in defined
-        overridden = name in USED_THROUGH and ast.unparse(owner) == "super()"
-        if of_torch or overridden or name not in OWN | STDLIB:
-            found.append(f"{ast.unparse(owner)}.{name}")
-    # As a string, for `find` or another look-up.
-    known = {name.path for name in torch_private.NAMES}
-    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} - known
-    found += [s for s in strings if isinstance(s, str) and PRIVATE_PATH.fullmatch(s)]
-    # torch documents neither, but they are torch's way to work on many tensors in one call.
-    return [name for name in found if "._foreach_" not in name]
+        of_torch = {path: name for path, name in paths.items() if path.split(".")[0] == "torch"}
+        imported |= set(of_torch.values())
+        yield from (path for path in of_torch if "._" in path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            path = ast.unparse(node)
+            # torch documents no `_foreach_*`, but it is torch's way to work on many tensors in one call.
+            if path.split(".")[0] in imported and "._foreach_" not in path:
+                yield path
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda p: p.relative_to(SOURCE).as_posix())
 def test_no_other_module_uses_private_names_of_torch(path: Path) -> None:
-    found = _private(ast.parse(path.read_text()))
-    assert [name for name in found if not name.startswith(EXEMPT.get(path.name, ":"))] == []
+    assert list(_private_names(ast.parse(path.read_text()))) == []
 
 
 # Modules whose classes have a base of torch, and private methods or attributes.
