@@ -67,7 +67,7 @@ def main() -> None:
         validation=paceline.Validation(dataset=test, score=score),
     )
     with paceline.join(seed=7) as job:
-        result = trainer.fit(args.epochs, folder=args.folder, resume="never")
+        result = trainer.fit(args.epochs, folder=args.folder)
         if job.rank == 0:
             accuracy = 100 * result.evaluation.accuracy
             print(f"accuracy {accuracy:.1f} % on {result.evaluation.num_samples} images")

@@ -300,47 +300,30 @@ def test_a_save_outside_of_the_loop_is_refused(tmp_path: Path) -> None:
         assert "outside the loop" in outcome.text
 
 
-def _rolled_back(job: Any, folder: str) -> Any:
-    training = _training(job, folder, every_steps=2, keep=3)
-    optimizer = training.optimizers[0]
+def _returns(job: Any, folder: str, elsewhere: str) -> list[str]:
+    training = _training(job, folder, every_steps=2)
     _train(training, until=4)
     snapshot = copy.deepcopy(training.state_dict())
     _train(training, until=8)
-    abandoned = _tensors(training.models[0], optimizer)
-    training.load_state_dict(snapshot)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.5  # another run from here on
-    for step in training.steps(until=8):
-        for x, y in step:
-            loss = F.mse_loss(training.models[0](x), y, reduction="sum")
-            step.backward(loss, count=len(y), reduction="sum")
-        step.update()
-        if step.number == 6:
-            training.save()
-    return abandoned, _tensors(training.models[0], optimizer)
+    try:
+        training.load_state_dict(snapshot)
+    except CheckpointError as error:
+        text = str(error)
+    assert training.number == 8
+    again = _training(job, elsewhere, every_steps=2)
+    again.load_state_dict(snapshot)
+    _train(again, until=8)
+    left, right = ([p.tolist() for p in t.models[0].parameters()] for t in (training, again))
+    return [text, "equal" if left == right else "other"]
 
 
-def _newest(job: Any, folder: str) -> Any:
-    model, optimizer = _make(job, "ddp")
-    paceline.load_weights(model, folder)
-    weights = _tensors(model, optimizer)
-    training = _training(job, folder)
-    assert _train(training, until=1) == []
-    return weights, training.number, _tensors(training.models[0], training.optimizers[0])
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_after_a_rollback_the_new_checkpoints_are_the_newest(nproc: int, tmp_path: Path) -> None:
-    abandoned, want = run_ranks(_rolled_back, str(tmp_path), nproc=nproc)[0]
-    assert abandoned != want
-    assert committed(open_store(tmp_path)) == [4, 6, 8]
-    assert sorted(os.listdir(tmp_path / "before-1")) == ["step-6", "step-8"]
-    weights, number, resumed = run_ranks(_newest, str(tmp_path), nproc=nproc)[0]
-    assert number == 8
-    for name, values in resumed.items():
-        if "running" not in name:  # of rank 0 alone until it is saved
-            assert values == want[name]
-    assert all(weights[name] == resumed[name] for name in weights if name.startswith("models"))
+def test_a_return_to_an_earlier_step_needs_another_folder(tmp_path: Path) -> None:
+    for text, weights in run_ranks(_returns, str(tmp_path / "a"), str(tmp_path / "b"), nproc=2):
+        assert "step 5 cannot be saved" in text
+        assert "which holds step 8" in text
+        assert weights == "equal"
+    assert committed(open_store(tmp_path / "a")) == [4, 6, 8]
+    assert committed(open_store(tmp_path / "b")) == [6, 8]
 
 
 def _timed(job: Any, folder: str, every_s: Any) -> int:

@@ -129,7 +129,7 @@ def test_the_state_of_another_program_is_refused(nproc: int) -> None:
         assert set(found.pop("SGD to AdamW")) == {
             "CheckpointError",
             "optimizer 0 is AdamW, the checkpoint was trained with SGD.\n"
-            "  fix:   build the same optimizer as the run that saved it, or resume='never'.",
+            "  fix:   build the same optimizer as the run that saved it, or choose another folder.",
         }
         assert {error for error, _ in found.values()} == {"CheckpointError"}
         assert "with no schedule, this training has LambdaLR" in found["constant to function"][1]

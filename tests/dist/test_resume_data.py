@@ -35,12 +35,11 @@ class _Items(Dataset[torch.Tensor]):
 
 def _train(job: Any, folder: str, items: Any, until: int | None, **options: Any) -> list[int]:
     """Train epoch 0 to `until`; returns the samples that this rank has used."""
-    resume = options.pop("resume", "auto")
     training_options = {name: options.pop(name) for name in ("precision",) if name in options}
     model = paceline.ddp(job, nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batches = paceline.Batches(job, items, **{"global_batch": 10, **options})
-    saves = paceline.Checkpoints(folder, every_steps=5, resume=resume)
+    saves = paceline.Checkpoints(folder, every_steps=5)
     training = paceline.Training(
         job, model, optimizer, batches, checkpoints=saves, **training_options
     )
@@ -66,9 +65,9 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def _changed(job: Any, folder: str, name: str, resume: str) -> list[int]:
+def _changed(job: Any, folder: str, name: str) -> list[int]:
     options = CHANGED[name]()
-    return _train(job, folder, options.pop("items"), None, resume=resume, **options)
+    return _train(job, folder, options.pop("items"), None, **options)
 
 
 def _first(job: Any, folder: str, until: int | None) -> list[int]:
@@ -80,23 +79,9 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, nproc: int) -> None
     folder = str(tmp_path)
     run_ranks(_first, folder, 5, nproc=nproc)
     for name in CHANGED:
-        for outcome in run_failing_ranks(_changed, folder, name, "auto", nproc=nproc):
+        for outcome in run_failing_ranks(_changed, folder, name, nproc=nproc):
             assert isinstance(outcome.error, CheckpointError), (name, outcome.text)
             assert "inside epoch 0" in outcome.error.what
-    # The way out that the error names: each sample once, also after a further resume.
-    used = run_ranks(_changed, folder, "grew", "epoch", nproc=nproc)
-    assert sorted(n for rank in used for n in rank) == list(range(110))
-
-
-def test_an_epoch_that_is_started_anew_is_resumed_as_usual(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    run_ranks(_first, folder, 5, nproc=2)
-    used = run_ranks(_until, folder, 110, 10, nproc=2) + run_ranks(_until, folder, 110, 16, nproc=1)
-    assert sorted(n for rank in used for n in rank) == list(range(110))
-
-
-def _until(job: Any, folder: str, size: int, until: int) -> list[int]:
-    return _train(job, folder, _Items(size), until, resume="epoch")
 
 
 def _messages() -> list[str]:

@@ -55,17 +55,6 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_anew_whatever_the_last_run_left(tmp_path: Path) -> None:
-    command = [*PACELINE, "2", _example("digits.py"), "--epochs", "1"]
-    first = _run(command, tmp_path)
-    (tmp_path / "runs/demo/metrics.jsonl").write_text('{"step": 1, "cut off')
-    (tmp_path / "runs/demo/checkpoints/unfinished-23").mkdir()
-    (tmp_path / "runs/demo/checkpoints/step-99").mkdir()
-    assert _run(command, tmp_path) == first
-    assert len((tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()) == 23
-
-
-@pytest.mark.slow
 def test_the_demo_on_one_process_without_a_launcher(tmp_path: Path) -> None:
     output = _run([sys.executable, _example("digits.py"), "--epochs", "3"], tmp_path)
     assert _accuracy(output) >= 90

@@ -107,23 +107,6 @@ def test_what_the_storage_reports_as_failed_is_whole_or_absent(
         verify(found, read_manifest(found, step))
 
 
-def test_files_of_the_user_stay(job: Job, tmp_path: Path) -> None:
-    thesis = tmp_path / "before-2019" / "thesis"
-    mixed = tmp_path / "before-2020" / "notes"
-    for each in (thesis, mixed):
-        each.parent.mkdir()
-        each.write_text("mine")
-    (tmp_path / "before-2020" / "step-3").mkdir()
-    for _ in range(4):
-        checkpoints = paceline.Checkpoints(tmp_path, resume="never", keep=1)
-        checkpoints.resume(job)
-        checkpoints.save(job, 1, {"w": torch.ones(3)})
-        checkpoints.close(job)
-    assert thesis.read_text() == mixed.read_text() == "mine"
-    left = sorted(path.name for path in tmp_path.glob("before-*"))
-    assert left == ["before-2019", "before-2020", "before-2023"]
-
-
 def test_two_names_of_a_folder_are_one(job: Job, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "latest").symlink_to("run")

@@ -232,8 +232,8 @@ def test_a_checkpoint_that_the_run_has_just_removed_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path)
-    listed = iter([{1: "step-1", 3: "step-3"}, {1: "step-1"}, {1: "step-1"}])
-    monkeypatch.setattr("paceline.report.run.folders", lambda store: next(listed))
+    listed = iter([[1, 3], [1], [1]])
+    monkeypatch.setattr("paceline.report.run.committed", lambda store: next(listed))
     run = load(str(tmp_path))
     assert run.checkpoints == []
     (damaged,) = [line for line in run.missing if line.startswith("The checkpoint of step ")]

@@ -24,12 +24,9 @@ from paceline.checkpoint.reader import read
 from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
     committed,
-    finish_rollback,
     open_store,
-    prune_set_aside,
     read_manifest,
     remove,
-    set_aside,
     sweep,
     unused_name,
 )
@@ -40,7 +37,7 @@ from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
-Resume = Literal["auto", "epoch", "must", "never"]
+Resume = Literal["auto", "must"]
 _WAIT_S = 2.0  # age of a save up to which the next one waits for it instead of being left out
 _RNG = "$rng."
 
@@ -57,16 +54,12 @@ class Checkpoints:
         every_epochs: Epochs between saves.
         every_s: Seconds between saves by rank 0's clock.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
-            As many of the newest folders `before-N` are kept.
-        resume: "auto" resumes from the newest checkpoint if there is one; "epoch" does so too, and starts its
-            epoch anew if the data have changed since it was saved; "must" raises if there is none;
-            "never" starts from step 0 and moves existing checkpoints into `before-N`, also when the
-            launcher restarts the job.
+        resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none.
+            A run that must start from step 0 needs a folder of its own.
 
     Attributes:
         folder: As given.
-        may_restart_epoch: Whether `resume` is "epoch".
-        last_saved: The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
+        last_saved: The step that was last saved or loaded; 0 if none.
 
     Raises:
         ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`;
@@ -95,7 +88,6 @@ class Checkpoints:
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
-        self.may_restart_epoch = resume == "epoch"
         self.last_saved = 0
         self._store = open_store(folder)
         self._every_steps = every_steps
@@ -171,9 +163,6 @@ class Checkpoints:
     ) -> None:
         """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
 
-        If a checkpoint of this or a later step exists, the training has returned to an earlier step: the new
-        checkpoint becomes the newest, and those are moved into `before-N` once it is committed.
-
         Args:
             state: Dictionaries, lists, numbers, strings, arrays and tensors, also sharded, with the same
                 structure on all ranks. Values that are not tensors are taken from rank 0. Of a tensor that
@@ -185,7 +174,8 @@ class Checkpoints:
         Raises:
             ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
-            CheckpointError: on all ranks: the state cannot be saved, or another job saves there.
+            CheckpointError: on all ranks: the state cannot be saved, another job saves there, or the folder
+                holds a checkpoint of this or a later step.
             NonFinite: on all ranks, if `wait`; see `finite`.
 
         Collective: all ranks, same step.
@@ -200,13 +190,13 @@ class Checkpoints:
         self._last_begun = time.monotonic()
         if self._newest is None:
             self._newest, self._token = collectives.on_rank0(job, self._begin_saves)
+        self.refuse_earlier(step, self._newest)
         self._attempts += 1
         self._is_behind = False
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, self._buffer)
         content = Content(
             step=step,
-            folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
             attempt=f"{self._token}-{self._attempts}",
             best=best,
             tree=tree,
@@ -223,13 +213,26 @@ class Checkpoints:
         if wait:
             self.finish(job, required=True)
 
+    def refuse_earlier(self, step: int, newest: int) -> None:
+        """Raise CheckpointError if a save of `step` would not be the newest checkpoint of the folder.
+
+        Collective: none.
+        """
+        if step <= newest:
+            raise CheckpointError(
+                f"step {step} cannot be saved in {self.folder}, which holds step {newest}.",
+                why="a job that is started again resumes from the newest checkpoint.",
+                fix="give this training a folder of its own, or remove the later steps: `paceline ckpt rm`.",
+                path=str(self.folder),
+            )
+
     def _begin_saves(self) -> tuple[int, str]:
         """The newest step, and a name for the attempts of this object. Called on rank 0."""
         try:
             self._take_folder()
         except OSError as error:
             raise self._unchangeable(error) from error
-        return max(committed(self._store), default=0), secrets.token_hex(4)
+        return max(committed(self._store), default=-1), secrets.token_hex(4)
 
     def _take_folder(self, *, is_restart: bool = False) -> None:
         """Own the folder, and remove what jobs have left there that were killed in a save."""
@@ -312,12 +315,12 @@ class Checkpoints:
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._newest = None
-        collectives.on_rank0(job, lambda: self._tidy(job.restarts))
+        collectives.on_rank0(job, lambda: self._prepare(job.restarts))
         damaged: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
             if step is None:
-                if job.restarts and self._resume_mode == "auto":
+                if job.restarts:
                     log.logger.info(
                         "the restarted job found no checkpoint, and starts from step 0."
                     )
@@ -370,7 +373,7 @@ class Checkpoints:
         what = "every checkpoint is damaged" if damaged else "there is no checkpoint"
         raise CheckpointError(
             f"{what} in {self.folder}.",
-            fix="start from step 0 with resume='never', which moves existing checkpoints into before-N."
+            fix="give this training a folder of its own, which starts from step 0."
             if damaged
             else "check the folder, or use resume='auto' to start from step 0.",
             path=str(self.folder),
@@ -389,17 +392,9 @@ class Checkpoints:
         except OSError as error:
             log.logger.warning("step-%d cannot be renamed: %s", step, error)
 
-    def _tidy(self, restarts: int) -> None:
-        """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
+    def _prepare(self, restarts: int) -> None:
         try:
             self._take_folder(is_restart=restarts > 0)
-            finish_rollback(self._store)
-            steps = committed(self._store) if self._resume_mode == "never" else []
-            if steps:
-                aside = set_aside(self._store, steps)
-                if restarts:
-                    text = "resume='never': the restarted job starts from step 0; what it had saved is in %s."
-                    log.logger.warning(text, aside)
         except OSError as error:
             raise self._unchangeable(error) from error
 
@@ -411,16 +406,15 @@ class Checkpoints:
         )
 
     def _prune(self) -> None:
-        """Remove the oldest, but not the newest `keep` and the last marked best; of `before-N` alike."""
+        """Remove the oldest, but not the newest `keep` and the last marked best."""
         steps = committed(self._store)
         old = steps[: -self._keep]
         best = next((s for s in reversed(steps) if self._is_best(s)), None) if old else None
-        remove(self._store, [f"step-{step}" for step in old if step != best])
-        prune_set_aside(self._store, self._keep)
+        remove(self._store, [step for step in old if step != best])
 
     def _is_best(self, step: int) -> bool:
         try:
-            return read_manifest(self._store, step, f"step-{step}").best
+            return read_manifest(self._store, step).best
         except (Damaged, CheckpointError):
             return False
 

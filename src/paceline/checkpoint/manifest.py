@@ -21,7 +21,7 @@ FORMAT = 3
 _HEAD = '{"sha256": "'
 _BODY_AT = len(_HEAD) + 64
 _FILE = re.compile(r"rank-\d{1,6}\.bin")
-IN_PARTS = re.compile(r"parts/(?:step|rollback)-\d+-[0-9a-f]+-\d+", re.ASCII)
+IN_PARTS = re.compile(r"parts/step-\d+-[0-9a-f]+-\d+", re.ASCII)
 # The size of an element of each dtype that can be saved, by torch's name.
 ITEM_BYTES = {
     **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"], 1),

@@ -7,10 +7,6 @@ and a folder without one is not a checkpoint. Every failure is an OSError.
 
 Behind fsspec a checkpoint is moved by moving its manifest. The assumption is that a read or a listing that
 begins after a write has ended sees it, as S3, GCS and Azure promise.
-
-When a training returns to an earlier step and then saves step N, the new folder is `rollback-N`. Its commit
-supersedes every `step-M` with M >= N at once; `finish_rollback` then moves those away and renames it to
-`step-N`.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from paceline.checkpoint.manifest import (
 )
 from paceline.errors import CheckpointError, ConfigError
 
-_FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
+_FOLDER = re.compile(r"step-(0|[1-9]\d*)", re.ASCII)
 _SCRATCH = re.compile(
     rf"unfinished-({_FOLDER.pattern}-[0-9a-f]+-\d+|removed-{_FOLDER.pattern})|\.paceline-probe-.+",
     re.ASCII,
@@ -289,88 +285,16 @@ def open_store(folder: str | Path) -> Store:
     return Store(os.path.abspath(url.removeprefix("file://")))  # the program may change its folder
 
 
-def folders(store: Store) -> dict[int, str]:
-    """The folders of the committed checkpoints by step, in increasing order."""
-    steps, rollback = _with_manifest(store)
-    if rollback is not None:
-        steps = {step: name for step, name in steps.items() if step < rollback}
-        steps[rollback] = f"rollback-{rollback}"
-    return dict(sorted(steps.items()))
-
-
-def _with_manifest(store: Store) -> tuple[dict[int, str], int | None]:
-    """The folders `step-N` that have a manifest, by step, and N of `rollback-N` if that has one."""
-    steps, rollback = {}, None
-    for name in store.names():
-        match = _FOLDER.fullmatch(name)
-        if match and NAME in store.names(name):
-            if match[1] == "rollback":
-                rollback = int(match[2])
-            else:
-                steps[int(match[2])] = name
-    return steps, rollback
-
-
 def committed(store: Store) -> list[int]:
     """The steps of the committed checkpoints, in increasing order."""
-    return list(folders(store))
+    matches = [_FOLDER.fullmatch(name) for name in store.names()]
+    return sorted(int(m[1]) for m in matches if m and NAME in store.names(m[0]))
 
 
 def unused_name(store: Store, stem: str) -> str:
     """`stem-N` with an N above all that exist."""
-    return f"{stem}-{max(_numbers(store, stem), default=0) + 1}"
-
-
-def _numbers(store: Store, stem: str) -> list[int]:
     matches = (re.fullmatch(rf"{stem}-(\d+)", name) for name in store.names())
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def set_aside(store: Store, steps: Iterable[int]) -> str:
-    """Move the folders of these steps into a new folder `before-N`, and return its name."""
-    folder = unused_name(store, "before")
-    for step in steps:
-        store.rename(f"step-{step}", f"{folder}/step-{step}")
-    return folder
-
-
-def prune_set_aside(store: Store, keep: int) -> None:
-    """Remove what `set_aside` has moved, but not the newest `keep` folders; a user's own files stay.
-
-    The next `sweep` removes files in `PARTS`.
-    """
-    moved = {}
-    for number in _numbers(store, "before"):
-        names = store.names(f"before-{number}")
-        own = [name for name in names if _FOLDER.fullmatch(name)]
-        if own:
-            moved[f"before-{number}"] = own, len(own) == len(names)
-    for folder, (own, is_all) in list(moved.items())[:-keep]:
-        for name in own:
-            store.remove(f"{folder}/{name}")
-        if is_all:
-            store.remove(folder)
-
-
-def finish_rollback(store: Store) -> tuple[list[int], str]:
-    """Set aside the checkpoints that `rollback-N` supersedes, and rename it to `step-N`.
-
-    If it is interrupted at any point, `folders` gives the same checkpoints as before, and it can be repeated.
-
-    Returns:
-        The superseded steps, and the folder that now holds them.
-    """
-    folder_of, rollback = _with_manifest(store)
-    if rollback is None:
-        return [], ""
-    name = f"rollback-{rollback}"
-    # After an interrupted move of the manifest both folders of the step hold it.
-    if rollback in folder_of and _text(store, folder_of[rollback]) == _text(store, name):
-        del folder_of[rollback]
-    superseded = sorted(step for step in folder_of if step >= rollback)
-    folder = set_aside(store, superseded)
-    store.rename(name, f"step-{rollback}")
-    return superseded, folder
+    return f"{stem}-{max((int(match[1]) for match in matches if match), default=0) + 1}"
 
 
 def commit(store: Store, manifest: Manifest, scratch: str) -> None:
@@ -422,22 +346,22 @@ def _text(store: Store, folder: str) -> bytearray:
     return store.read(path, 0, store.size(path))
 
 
-def remove(store: Store, folders: Iterable[str]) -> None:
-    """Remove checkpoints, and their files unless another manifest names them.
+def remove(store: Store, steps: Iterable[int]) -> None:
+    """Remove the checkpoints of these steps, and their files unless another manifest names them.
 
     Raises:
         CheckpointError: one is of another program or format; it stays, and the others are removed.
     """
     parts, refused = set(), None
-    for folder in folders:
+    for step in steps:
         try:
-            parts.add(read_manifest(store, 0, folder).parts)
+            parts.add(read_manifest(store, step).parts)
         except Damaged:
             pass
         except CheckpointError as error:
             refused = error
             continue
-        store.remove(folder)
+        store.remove(f"step-{step}")
     parts.discard("")
     for path in parts - _used_parts(store) if parts else ():
         store.remove(path)
@@ -462,24 +386,22 @@ def sweep(store: Store) -> None:
 
 
 def _used_parts(store: Store) -> set[str]:
-    """The folders of files that manifests name, also damaged ones and those of checkpoints set aside."""
+    """The folders of files that manifests name, also those of damaged checkpoints."""
     found: set[str] = set()
     for name in set(store.names()) - {PARTS}:
-        inside = [child for child in store.names(name) if _FOLDER.fullmatch(child)]
-        for folder in [name, *(f"{name}/{child}" for child in inside)]:
-            if NAME in store.names(folder):
-                found |= set(IN_PARTS.findall(_text(store, folder).decode(errors="replace")))
+        if NAME in store.names(name):
+            found |= set(IN_PARTS.findall(_text(store, name).decode(errors="replace")))
     return found
 
 
-def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
-    """The manifest of a committed step, in `folder` if that is known.
+def read_manifest(store: Store, step: int) -> Manifest:
+    """The manifest of a committed step.
 
     Raises:
         Damaged: it is missing or does not match its digest.
         CheckpointError: `parse` refuses it.
     """
-    folder = folder or folders(store).get(step, f"step-{step}")
+    folder = f"step-{step}"
     try:
         text = _text(store, folder).decode()
     except (FileNotFoundError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.layout import Layout
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.owner import Ownership
-from paceline.checkpoint.store import Store, commit, finish_rollback, is_committed, withdraw
+from paceline.checkpoint.store import Store, commit, is_committed, withdraw
 from paceline.credentials import redact
 from paceline.errors import CheckpointError
 from paceline.job.failures import Peers
@@ -128,14 +128,12 @@ class Content:
     """What a save writes, apart from tensors.
 
     Args:
-        folder: Its name once it is committed, equal on all ranks.
         attempt: Equal on all ranks, and different for each save.
         tree: The values for JSON; those of rank 0 are written.
         finite: Names of tensors that must be finite.
     """
 
     step: int
-    folder: str
     attempt: str
     best: bool
     tree: Any
@@ -170,7 +168,7 @@ class Save:
         self._began = time.monotonic()
         self._rank, self._world_size = job.rank, job.world_size
         self._store = store
-        self._scratch = store.scratch(content.folder, content.attempt)
+        self._scratch = store.scratch(f"step-{content.step}", content.attempt)
         self._ownership = ownership
         self._prune = prune
         self._cancel = threading.Event()
@@ -296,10 +294,6 @@ class Save:
                 log.logger.info("%s stays until the next start: %s", self._scratch, error)
             return outcome
         try:
-            steps, folder = finish_rollback(self._store)
-            if steps:
-                text = "step %d supersedes the checkpoints of steps %s, which are now in %s."
-                log.logger.info(text, self.step, ", ".join(map(str, steps)), folder)
             self._prune()
         except Exception as error:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
@@ -315,7 +309,6 @@ class Save:
         manifest = self._manifest(acks)
         try:
             self._ownership.check()
-            finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, manifest, self._scratch)
         except Exception as error:
             # The storage may have done what it reports as failed.
@@ -340,7 +333,7 @@ class Save:
                 chunks[name].append(chunk)
         return Manifest(
             step=self.step,
-            folder=self._content.folder,
+            folder=f"step-{self.step}",
             best=self._content.best,
             world_size=self._world_size,
             saved_at=time.time(),

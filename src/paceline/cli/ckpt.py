@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import Damaged
-from paceline.checkpoint.store import Store, folders, open_store, read_manifest, remove, verify
+from paceline.checkpoint.store import Store, committed, open_store, read_manifest, remove, verify
 from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import CheckpointError, PacelineError
 from paceline.exit_codes import ExitCode
@@ -107,12 +107,12 @@ def _open(folder: str) -> Store:
     """The store of a folder; for the folder of a run, that of its folder "checkpoints"."""
     store = open_store(folder)
     inner = open_store(f"{folder.rstrip('/')}/checkpoints")
-    return inner if not folders(store) and folders(inner) else store
+    return inner if not committed(store) and committed(inner) else store
 
 
 def _steps(store: Store, step: int | None) -> list[int]:
     """The chosen steps, at least one."""
-    steps = list(folders(store))
+    steps = committed(store)
     if not steps:
         names = store.names()
         whose = next((text for name, text in _FOREIGN.items() if name in names), "")
@@ -202,6 +202,6 @@ def _export(store: Store, args: argparse.Namespace) -> int:
 
 def _rm(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
-    remove(store, [folders(store)[step]])
+    remove(store, [step])
     print(f"step {step} removed")
     return ExitCode.OK

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import Damaged
-from paceline.checkpoint.store import folders, open_store, read_manifest
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.clock import record as clock_record
 from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
@@ -317,11 +317,11 @@ def _checkpoints(path: Path) -> tuple[list[tuple[int, int, float]], list[str]]:
         if not folder.is_dir():
             continue
         store = open_store(str(folder))
-        for step, name in folders(store).items():
+        for step in committed(store):
             try:
-                manifest = read_manifest(store, step, name)
+                manifest = read_manifest(store, step)
             except (Damaged, PacelineError, OSError) as error:
-                if name in folders(store).values():  # otherwise the run has just removed it
+                if step in committed(store):  # otherwise the run has just removed it
                     why = str(error).splitlines()[0].removesuffix(".")
                     damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
                 continue

@@ -27,8 +27,8 @@ Optimizers = Sequence[torch.optim.Optimizer]
 _Names = dict[int, tuple[str, torch.Tensor]]  # by the id of a parameter: its name, and itself
 
 _VERSION = 2
-_SAME_MODEL = "build the same model as the run that saved it, or resume='never'."
-_SAME_OPTIMIZER = "build the same optimizer as the run that saved it, or resume='never'."
+_SAME_MODEL = "build the same model as the run that saved it, or choose another folder."
+_SAME_OPTIMIZER = "build the same optimizer as the run that saved it, or choose another folder."
 
 
 def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Trainer:
             seed: Seed of all generators; not used if a job is joined already.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
-            resume: "auto", "epoch", "must" or "never"; see `Checkpoints`.
+            resume: "auto" or "must"; see `Checkpoints`.
 
         Collective: all ranks, same arguments.
         """

@@ -349,13 +349,13 @@ class Training:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of an earlier step or run, of any number of ranks.
 
-        Loads the newest checkpoint first, as `resume`, so `steps` continues from `saved`. The next save moves
-        checkpoints of the same and later steps away, because it replaces them. A program that begins with a
-        saved state, and must resume from its own checkpoints when it is started again, calls `resume` and
-        then loads the state only if `number` is 0.
+        Loads the newest checkpoint first, as `resume`, so `steps` continues from `saved`. A program that
+        begins with a saved state, and must resume from its own checkpoints when it is started again, calls
+        `resume` and then loads the state only if `number` is 0.
 
         Raises:
-            CheckpointError: the state does not fit this training; nothing was changed. An object given to
+            CheckpointError: the state does not fit this training, or its step is before a checkpoint of this
+                training, from which a restarted job would resume; nothing was changed. An object given to
                 `keep` may raise errors of its own: then models and optimizers are loaded already.
             StepError: a step is in progress.
 
@@ -365,14 +365,13 @@ class Training:
         self.job.check_loop_exit()
         self._await_all("load_state_dict")
         self.resume()  # here, because `steps` would replace the state by that of a checkpoint
-        self._load(saved)
         if self.checkpoints is not None:
-            # A checkpoint of the same step number holds another state.
-            self.checkpoints.last_saved = 0
+            newest = self.checkpoints.last_saved
+            self.checkpoints.refuse_earlier(saved.get("step", newest) + 1, newest)
+        self._load(saved)
 
     def _load(self, saved: dict[str, Any]) -> None:
-        restarts = self.checkpoints is not None and self.checkpoints.may_restart_epoch
-        self.number, self._start = self._state.load(saved, may_restart_epoch=restarts)
+        self.number, self._start = self._state.load(saved)
         self._last = None
         self._is_resumed = True
         self._replica_check.reset()

@@ -95,13 +95,8 @@ class TrainingState:
             if _is_optional(thing) == is_optional
         }
 
-    def load(
-        self, saved: dict[str, Any], *, may_restart_epoch: bool = False
-    ) -> tuple[int, Position]:
+    def load(self, saved: dict[str, Any]) -> tuple[int, Position]:
         """Load what `save` returned. Returns its step and position.
-
-        Args:
-            may_restart_epoch: Whether to start the epoch of the state anew if it was saved with other data.
 
         Raises:
             CheckpointError: the state does not fit this training; nothing was changed.
@@ -110,7 +105,7 @@ class TrainingState:
         saved = context.strategy.own_part(saved)
         state.check(self._models, self._optimizers, saved)
         self._refuse_other(saved)
-        position = self._position(saved, may_restart_epoch)
+        position = self._position(saved)
         context.strategy.load_state_dict(saved["strategy"])  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
         for trained, schedule in zip(context.optimizers, saved["schedules"], strict=True):
@@ -122,7 +117,7 @@ class TrainingState:
                 thing.load_state_dict(state.fitted(thing.state_dict(), states[name]))
         return saved["step"], position
 
-    def _position(self, saved: dict[str, Any], may_restart_epoch: bool) -> Position:
+    def _position(self, saved: dict[str, Any]) -> Position:
         """The position of a state in the data of this training.
 
         Raises:
@@ -138,14 +133,14 @@ class TrainingState:
         ]
         is_other_order = any(own[name] != before[name] for name in _ORDER)
         is_between_epochs = position.offset in (0, before["samples"])
-        if is_other_order and not (is_between_epochs or may_restart_epoch):
+        if is_other_order and not is_between_epochs:
             raise CheckpointError(
                 f"the checkpoint was saved inside epoch {position.epoch}, with other data: "
                 f"{'; '.join(changes)}.",
                 why="its position is a number of samples in another order, so that some samples would be "
                 "used twice in this epoch and others never.",
-                fix="give the training the data of the checkpoint. Or start the epoch anew with "
-                "Checkpoints(..., resume='epoch'), or the training with resume='never'.",
+                fix="give the training the data of the checkpoint. Or start a training with a folder of its "
+                "own, and load the weights with paceline.load_weights.",
             )
         contents = (self._content, saved["content"])
         if None not in contents and contents[0] != contents[1]:
@@ -167,7 +162,7 @@ class TrainingState:
         if seed != own_seed:
             raise CheckpointError(
                 f"the checkpoint was trained with seed {seed}, this job has {own_seed}.",
-                fix="join with the same seed, or start a new training with resume='never'.",
+                fix="join with the same seed, or give this training a folder of its own.",
             )
         schedules = [trained.schedule for trained in self._context.optimizers]
         for own, other in zip(schedules, saved["schedule_types"], strict=True):
@@ -176,8 +171,8 @@ class TrainingState:
                     f"the checkpoint was trained with {other or 'no schedule'}, this training has "
                     f"{own.type or 'none'}.",
                     why="a schedule continues from its own state, so the learning rates would be others.",
-                    fix="give the schedule of the run that saved it; for another training start with "
-                    "paceline.load_weights and resume='never'.",
+                    fix="give the schedule of the run that saved it; for another training use "
+                    "paceline.load_weights and a folder of its own.",
                 )
         optional = {name for name, thing in self._kept.items() if _is_optional(thing)}
         differing = sorted((set(self._kept) ^ set(saved["kept"])) - optional)
@@ -191,7 +186,7 @@ class TrainingState:
             raise CheckpointError(
                 "the checkpoint and this training differ in `reproducible`.",
                 why="the setting changes the bits of every step.",
-                fix="use the setting of the run that saved it, or resume='never'.",
+                fix="use the setting of the run that saved it, or a folder of its own.",
             )
 
     def has_unknown_schedule(self) -> bool:
