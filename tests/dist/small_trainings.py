@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import paceline
 from paceline.errors import PacelineError
+
+MESSAGES = Path(__file__).parents[1] / "data/messages"
 
 
 def make_data(n: int = 22, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -22,6 +29,67 @@ def make_data(n: int = 22, dtype: torch.dtype = torch.float32) -> TensorDataset:
 
 def loss_sum(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class Trained(NamedTuple):
+    """What `train` returns: values of each step, and the whole state of the model at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_training(
+    job: Any,
+    model: nn.Module,
+    data: Any,
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    folder: Path | str | None = None,
+    global_batch: int = 4,
+    micro_batch: int | None = None,
+    **options: Any,
+) -> paceline.Training:
+    """A training of a wrapped model. With `folder` it resumes there, and saves every second step."""
+    batches = paceline.Batches(job, data, global_batch=global_batch, micro_batch=micro_batch)
+    if folder is not None:
+        options["checkpoints"] = paceline.Checkpoints(folder, every_steps=2)
+    return paceline.Training(job, model, optimizer(model.parameters()), batches, **options)
+
+
+def train(
+    training: Any,
+    loss: Callable[[nn.Module, Any], Any] = loss_sum,
+    *,
+    until: int,
+    reduction: str = "sum",
+    clip_norm: float | None = None,
+) -> Trained:
+    """Run the loop. `loss(model, batch)` is what `step.run` takes; `norms` needs `clip_norm`."""
+    model = training.models[0]
+    losses, norms = [], []
+    for step in training.steps(until=until):
+        step.run(lambda batch: loss(model, batch), reduction=reduction)
+        step.update(clip_norm=clip_norm)
+        losses.append(float(step.loss))
+        if clip_norm is not None:
+            norms.append(float(step.grad_norm))
+    whole = training._context.strategy.whole_state(model)
+    return Trained(losses, norms, {name: value.detach().clone() for name, value in whole})
+
+
+def assert_close(got: Trained, want: Trained, tolerance: float) -> None:
+    """Relative differences. What should be 0, such as the gradient of a key's bias, may be rounding alone."""
+    assert got.losses == pytest.approx(want.losses, rel=tolerance)
+    assert got.norms == pytest.approx(want.norms, rel=tolerance, abs=1e-3 * tolerance)
+    assert list(got.weights) == list(want.weights)
+    for name, value in want.weights.items():
+        difference = (got.weights[name].double() - value.double()).norm()
+        assert difference <= tolerance * value.double().norm().clamp(min=1e-3), name
 
 
 def backwards(training: Any, step: Any) -> None:
@@ -60,3 +128,20 @@ def refusals(
         gc.collect()  # closes the loop that the error has left
         job.check_loop_exit()
     return found
+
+
+def check_messages(name: str, ranks: list[dict[str, tuple[str, str]]]) -> None:
+    """All ranks, of which `ranks` holds the `refusals`, raised the errors of `messages/<name>.txt`.
+
+    `RENEW_MESSAGES=1 pytest ...` writes the file anew.
+    """
+    texts = []
+    for found in ranks:
+        blocks = [f"[{kind}] {error}: {text}\n" for kind, (error, text) in found.items()]
+        texts.append(re.sub(r"(\n  where: ).*", r"\1this rank", "\n".join(blocks)))
+    path = MESSAGES / f"{name}.txt"
+    if os.environ.get("RENEW_MESSAGES"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(texts[0])
+    for text in texts:
+        assert text == path.read_text()
