@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.evaluation import parts as parts
     from paceline.training.labels import count_labels as count_labels
-    from paceline.training.schedules import PerEpoch as PerEpoch
     from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
@@ -99,7 +98,6 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "parts": "paceline.training.evaluation",
     "PeerFailed": "paceline.errors",
-    "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
     "pipeline": "paceline.parallel.pipeline",
     "PowerSGD": "paceline.parallel.compression",

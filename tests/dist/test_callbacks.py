@@ -186,7 +186,24 @@ def test_trainers_with_other_callbacks_and_loops_resume_from_each_other(tmp_path
         assert found == [4, 4, 0, True, 4, 8, 12]
 
 
-def _fit_with_plateau(job: Any) -> list[float]:
+class Plateau(paceline.Callback):
+    """A scheduler that takes the loss of each evaluation, as docs/howto/trainer.md shows it."""
+
+    def on_fit_start(self, training: paceline.Training) -> None:
+        (optimizer,) = training.optimizers
+        self.scheduler = ReduceLROnPlateau(optimizer, mode="max", patience=0)
+
+    def on_evaluation_end(self, training: Any, step: Any, evaluation: Any) -> None:
+        self.scheduler.step(evaluation.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def _fit_with_plateau(job: Any, folder: str) -> list[float]:
     class Rates(paceline.Callback):
         def __init__(self) -> None:
             self.seen: list[float] = []
@@ -195,13 +212,10 @@ def _fit_with_plateau(job: Any) -> list[float]:
             self.seen.append(training.optimizers[0].param_groups[0]["lr"])
 
     rates = Rates()
-    trainer = _trainer(
-        rates,
-        validation=_validation(),
-        schedule=lambda optimizer: ReduceLROnPlateau(optimizer, mode="max", patience=0),
-        rate=1e-3,  # the loss falls, so in mode "max" no evaluation is better than the first
-    )
-    trainer.fit(4)
+    for epochs in (2, 4):  # resumed after the second epoch
+        # The loss falls, so in mode "max" no evaluation is better than the first.
+        trainer = _trainer(rates, Plateau(), validation=_validation(), rate=1e-3)
+        trainer.fit(epochs, folder=folder)
     return rates.seen
 
 
@@ -240,14 +254,17 @@ def _fit_frozen(job: Any, kind: str) -> None:
     _trainer(Unfreeze()).fit(2)
 
 
-def _frozen_and_plateau(job: Any) -> Any:
-    return _freeze(job), _fit_with_plateau(job), refusals(job, _fit_frozen, ["frozen"])
+def _frozen_and_plateau(job: Any, folder: str) -> Any:
+    refused = refusals(job, _fit_frozen, ["frozen"])
+    return _freeze(job), _fit_with_plateau(job, folder), refused
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_layers_are_frozen_between_epochs_and_plateaus_get_the_evaluation(nproc: int) -> None:
+def test_layers_are_frozen_between_epochs_and_plateaus_get_the_evaluation(
+    nproc: int, tmp_path: Path
+) -> None:
     want = run_ranks(_freeze, nproc=1)[0]
-    for found, rates, refused in run_ranks(_frozen_and_plateau, nproc=nproc):
+    for found, rates, refused in run_ranks(_frozen_and_plateau, str(tmp_path), nproc=nproc):
         for name, (start, frozen, trained, again) in found.items():
             assert start == frozen != trained == again
             exact = name == "reproducible"

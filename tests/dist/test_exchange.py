@@ -11,7 +11,6 @@ import pytest
 import torch
 from small_trainings import backwards, loss_sum, make_data
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import paceline
 from paceline.errors import CollectiveTimeout, PeerFailed, StepError
@@ -25,14 +24,12 @@ def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
     torch.manual_seed(1)
     model = paceline.ddp(job, nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = ReduceLROnPlateau(optimizer) if call == "step_schedule" else None
     batches = paceline.Batches(job, make_data(), global_batch=6, micro_batch=2)
     training = paceline.Training(
         job,
         model,
         optimizer,
         batches,
-        schedule=schedule,
         checkpoints=paceline.Checkpoints(folder),
     )
     step: Any = None
@@ -42,7 +39,6 @@ def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
         "export": partial(training.export, f"{folder}/model.pth"),
         "load_state_dict": lambda: training.load_state_dict(training.state_dict()),
         "resume": training.resume,
-        "step_schedule": partial(training.step_schedule, 1.0),
         "evaluate": lambda: paceline.evaluate(
             job, model, make_data(), lambda m, b: {"loss": loss_sum(m, b)}
         ),
@@ -75,7 +71,6 @@ def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
         ("export", "after the loop", "evaluate", 3, "shm"),
         ("load_state_dict", "before the loop", "", 2, "shm"),
         ("resume", "before the loop", "evaluate", 3, "shm"),
-        ("step_schedule", "after the update", "", 2, "gloo"),
         ("evaluate", "before the loop", "", 2, "shm"),
         ("evaluate", "before the sum", "", 3, "shm"),
         ("evaluate", "after the loop", "", 3, "shm"),

@@ -1,4 +1,4 @@
-"""Schedules that cannot work are refused, or named while the training runs."""
+"""Schedules that cannot work are refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
-from paceline.errors import ConfigError, StepError
-from paceline.training.schedules import TrainedSchedule, trained_schedules
+from paceline.errors import ConfigError
+from paceline.training.schedules import schedulers_of
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -27,7 +27,7 @@ def _optimizer() -> torch.optim.Optimizer:
 )
 def test_what_is_no_schedule_is_named(schedule: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        trained_schedules(schedule, [_optimizer()])
+        schedulers_of(schedule, [_optimizer()])
 
 
 class _ByEpochNumber:
@@ -49,7 +49,7 @@ class _ByEpochNumber:
 def test_a_scheduler_whose_step_needs_an_argument_is_refused() -> None:
     optimizer = _optimizer()
     with pytest.raises(ConfigError, match="`step` of _ByEpochNumber needs the argument 'epoch'"):
-        TrainedSchedule(optimizer, _ByEpochNumber(optimizer))  # type: ignore[arg-type]
+        schedulers_of(_ByEpochNumber(optimizer), [optimizer])  # type: ignore[arg-type]
 
     class Nothing:
         pass
@@ -57,20 +57,4 @@ def test_a_scheduler_whose_step_needs_an_argument_is_refused() -> None:
     nothing: Any = Nothing()
     nothing.optimizer = optimizer
     with pytest.raises(ConfigError, match="is no schedule"):
-        TrainedSchedule(optimizer, nothing)
-
-
-@pytest.mark.parametrize("has_metric", [False, True])
-def test_a_plateau_without_a_metric_is_named_after_two_epochs(has_metric: bool) -> None:
-    optimizer = _optimizer()
-    schedule = TrainedSchedule(optimizer, ReduceLROnPlateau(optimizer))
-    schedule.begin()
-    for ends_epoch in (True, False, True):
-        schedule.refuse_no_metric()
-        schedule.end_step(was_updated=True, ends_epoch=ends_epoch)
-    if has_metric:
-        schedule.step_metric(1.0)
-        schedule.refuse_no_metric()
-    else:
-        with pytest.raises(StepError, match="got no metric in 2 epochs"):
-            schedule.refuse_no_metric()
+        schedulers_of(nothing, [optimizer])

@@ -406,27 +406,18 @@ class FSDPStrategy(Strategy):
                 names=names,
             )
 
-    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        own = self._own_norm(gradients, norm_type)
-        return norms_over_ranks(self._job, own, norm_type, self._job.group)
-
-    def _own_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The share of this rank in the norm: parts that several ranks hold count once over all ranks."""
-        parts = [local(g) for g in gradients]
-        if norm_type == math.inf:
-            # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
-            largest = [g.abs().max() for g in parts if g.numel()]
-            return torch.stack(largest or [parts[0].new_zeros(())]).max()
+    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         by_holders: dict[int, list[torch.Tensor]] = {}
-        for g, part in zip(gradients, parts, strict=True):
-            by_holders.setdefault(self._num_holders(g), []).append(part)
+        for g in gradients:
+            by_holders.setdefault(self._num_holders(g), []).append(local(g))
+        # The share of this rank in the norm: parts that several ranks hold count once over all ranks.
         shares = [
-            get_total_norm(each, norm_type, foreach=True) / number ** (1 / norm_type)
+            get_total_norm(each, foreach=True) / math.sqrt(number)
             for number, each in by_holders.items()
         ]
-        stacked = torch.stack(shares)  # in float64, in which a large power does not overflow
-        own: torch.Tensor = torch.linalg.vector_norm(stacked.double(), norm_type)
-        return own.to(stacked.dtype)
+        stacked = torch.stack(shares)  # in float64, in which a large square does not overflow
+        own: torch.Tensor = torch.linalg.vector_norm(stacked.double())
+        return norms_over_ranks(self._job, own.to(stacked.dtype), self._job.group)
 
     def _num_holders(self, tensor: torch.Tensor) -> int:
         """The number of ranks of the job that hold the same part of a tensor."""

@@ -207,11 +207,11 @@ class PipelineStrategy(Strategy):
                 bucket, [x.view_as(g) for x, g in zip(pieces, bucket, strict=True)]
             )
 
-    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         own = torch.zeros((), device=self._job.device)
         if gradients:
-            own = super().grad_norm(gradients, norm_type)
-        return norms_over_ranks(self._job, own, norm_type, self._runner.group)
+            own = super().grad_norm(gradients)
+        return norms_over_ranks(self._job, own, self._runner.group)
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         return self._runner.whole_state()

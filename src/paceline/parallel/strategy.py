@@ -153,9 +153,9 @@ class Strategy:
         """Undo what an unfinished step has set on the models. Called when the loop ends or is left."""
         self._padding_mode.set(False)
 
-    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The p-norm of all gradients as one vector, shape (), the same on all ranks."""
-        return get_total_norm(gradients, norm_type, foreach=True)
+    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of all gradients as one vector, shape (), the same on all ranks."""
+        return get_total_norm(gradients, foreach=True)
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """The unsharded state of a model, for a file: names and values, each gathered when it is reached.
@@ -201,12 +201,9 @@ class Strategy:
         """Load what `state_dict` returned in an earlier run, on any number of ranks."""
 
 
-def norms_over_ranks(
-    job: Job, own: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The p-norm of a vector that is split over the ranks of a group, from that of this rank's part."""
-    # Gathered, because a maximum over ranks does not keep NaN on every backend, and a sum of powers may
-    # overflow.
+def norms_over_ranks(job: Job, own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The 2-norm of a vector that is split over the ranks of a group, from that of this rank's part."""
+    # Gathered, because a sum of squares may overflow.
     each = collectives.gather_rows(job, own.double().reshape(1), group)
-    norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(each)
     return norm.to(own.dtype)

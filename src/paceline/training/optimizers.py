@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.parallel.modules import owned_parameters, unwrap
-from paceline.training.schedules import Schedule, TrainedSchedule, trained_schedules
+from paceline.training.schedules import Schedule, schedulers_of
 
 
 @dataclass(slots=True, eq=False)
@@ -21,12 +22,13 @@ class TrainedOptimizer:
     Attributes:
         models: The models that hold parameters of the optimizer, by their number in the training.
         has_others: Whether the training has further models, so that names begin with the number.
+        scheduler: None if the learning rate is constant.
     """
 
     optimizer: Optimizer
     models: dict[int, torch.nn.Module]
     has_others: bool
-    schedule: TrainedSchedule
+    scheduler: Any
     _num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ def trained_optimizers(
                 fix="unfreeze some with requires_grad_(True).",
             )
     trained = []
-    for optimizer, each in zip(optimizers, trained_schedules(schedule, optimizers), strict=True):
+    for optimizer, each in zip(optimizers, schedulers_of(schedule, optimizers), strict=True):
         _refuse_closure(optimizer)
         owned = {id(p) for p in owned_parameters(optimizer)}
         own_models = {

@@ -38,7 +38,7 @@ from paceline.parallel.loss_graph import discard_gradients
 from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
-from paceline.training.clipping import Clipping, clip
+from paceline.training.clipping import check_clip_norm, clip
 from paceline.training.control_word import Control, MicroBatchLoss, name_samples
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -431,21 +431,16 @@ class Step:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         clip_norm: float | None = None,
-        norm_type: float = 2.0,
-        clip_value: float | None = None,
     ) -> None:
         """Take the optimizer step with the gradient of all ranks' samples.
 
         Args:
             optimizer: With several optimizers, the one to step; None steps all, and clips their gradients
                 together.
-            clip_norm: Bound of the gradient's norm, > 0; `grad_norm` holds the norm before clipping.
-            norm_type: Which norm `clip_norm` bounds: a number > 0; `math.inf` for the largest absolute value.
-            clip_value: Bound of the absolute value of each element, > 0; `grad_norm` holds the largest
-                absolute value before clipping. It cannot be combined with `clip_norm`.
+            clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds the norm before clipping.
 
         Raises:
-            ConfigError: an option is out of range or has no effect.
+            ConfigError: `clip_norm` is not more than 0.
             StepError: a micro-batch was left out or had no backward, or the step was updated already.
             NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
                 CPU only, when clipping, without a loss scale, and if `on_non_finite` is "raise".
@@ -458,13 +453,11 @@ class Step:
             self._refuse_update(record)
         if self._only_batch is not None and self._num_not_updated == len(records):
             next(self._only_batch, None)  # ends its micro-batch
-        clipping = None
-        if clip_norm is not None or clip_value is not None or norm_type != 2.0:
-            clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
+        check_clip_norm(clip_norm)
         clock.enter(OPTIMIZER)
         for record in records:
             context.precision.scaler.unscale_(record.trained.optimizer)
-        is_finite = self._clip(records, clipping)
+        is_finite = self._clip(records, clip_norm)
         self.is_updating = True
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
@@ -476,9 +469,8 @@ class Step:
                 self._report_skipped()
             context.precision.end_step()
             for each in self._records:
-                each.trained.schedule.end_step(
-                    was_updated=each.was_stepped, ends_epoch=self.ends_epoch
-                )
+                if each.was_stepped and each.trained.scheduler is not None:
+                    each.trained.scheduler.step()
         for record in records:
             record.trained.clear_gradients()
         clock.enter(OTHER)
@@ -511,19 +503,19 @@ class Step:
             factor = undo if factor is None else factor * undo
         return factor
 
-    def _clip(self, records: list[_Record], clipping: Clipping | None) -> bool:
+    def _clip(self, records: list[_Record], clip_norm: float | None) -> bool:
         """Clip. False, on all ranks, if the update must be left out because of NaN or infinity."""
         self.grad_norm = None
         context, strategy = self._context, self._context.strategy
         skips = context.skips_non_finite and not context.precision.scaler.is_enabled()
-        if clipping is None and not skips:
+        if clip_norm is None and not skips:
             return True
         parameters = [p for record in records for p in record.trained.parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if clipping is None:
-            norm = strategy.grad_norm(gradients, 2.0)
-        else:
-            norm = self.grad_norm = clip(gradients, strategy.grad_norm, clipping)
+        norm = strategy.grad_norm(gradients)
+        if clip_norm is not None:
+            clip(gradients, norm, clip_norm)
+            self.grad_norm = norm
         if skips:
             return math.isfinite(norm.item())
         self._refuse_non_finite(norm, records)

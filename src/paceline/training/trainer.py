@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline import log
 from paceline.checkpoint.manager import Checkpoints
@@ -32,10 +31,9 @@ from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.callbacks import (
     Callback,
     Callbacks,
-    number_of,
     numbers_of,
 )
-from paceline.training.clipping import Clipping
+from paceline.training.clipping import check_clip_norm
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step
@@ -155,7 +153,7 @@ class Trainer:
         on_non_finite: "raise" or "skip", for gradients with NaN or infinity; see `Training`.
         validation: What to evaluate, and when. Forwards use `precision` there too.
         schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
-            `ReduceLROnPlateau` gets the "loss" of each evaluation.
+            One that counts epochs or takes a metric is a callback; see [Trainer](../howto/trainer.md).
         reproducible: Whether the result is bit for bit equal on any number of ranks.
         strategy: "ddp", "fsdp", or a `Mesh`, with which the job is joined: layers are split over `tp`,
             parameters are sharded over `dp_shard`, and each rank of `pp` has a stage of layers. For
@@ -221,8 +219,7 @@ class Trainer:
 
         Collective: all ranks, same arguments.
         """
-        if clip_norm is not None:
-            Clipping(norm=clip_norm, norm_type=2.0, value=None)  # refuses a wrong bound now
+        check_clip_norm(clip_norm)
         joined = current()
         mesh = self.strategy if isinstance(self.strategy, Mesh) else None
         with contextlib.nullcontext(joined) if joined else join(seed=seed, mesh=mesh) as job:
@@ -275,12 +272,6 @@ class Trainer:
         if folder is not None:
             checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
         schedule = None if self.schedule is None else self.schedule(optimizer)
-        if isinstance(schedule, ReduceLROnPlateau) and self.validation is None:
-            raise ConfigError(
-                "ReduceLROnPlateau needs a metric, but nothing is evaluated.",
-                fix="give the Trainer validation=paceline.Validation(dataset=...).",
-            )
-        self._needs_metric = isinstance(schedule, ReduceLROnPlateau)
         training = Training(
             job,
             model,
@@ -328,8 +319,6 @@ class Trainer:
                 numbers = numbers_of(evaluation).items()
                 values: dict[str, Any] = {f"validation_{name}": value for name, value in numbers}
                 training.log(**values)
-                if self._needs_metric:
-                    training.step_schedule(number_of(evaluation, "loss"))
                 call("on_evaluation_end", training, step, evaluation)
         if evaluation is None and validation is not None:
             # An earlier run finished the training, or a callback stopped it before the first evaluation.

@@ -28,7 +28,7 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
-from paceline.errors import ConfigError, StepError, refuse_different_values
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
@@ -68,8 +68,8 @@ class Training:
         batches: The samples of each step.
         schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
-            optimizer steps, so it is the same for any number of ranks; in `PerEpoch(...)` it counts
-            epochs. `ReduceLROnPlateau` advances with `step_schedule`.
+            optimizer steps, so it is the same for any number of ranks. Step one that counts epochs, or that
+            takes a metric, in your loop, and give it to `keep`.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is bf16 on hardware that has it, else fp32.
         on_non_finite: What happens in a step whose gradient is NaN or infinite, decided alike on all ranks.
             "skip" leaves its update out: parameters, optimizer and schedule stay as they are, as with torch's
@@ -297,9 +297,6 @@ class Training:
             self._log_preempted(preempted)
             raise preempted
         notice.deliver()  # a signal that only this rank received, after the last exchange
-        if not agreed.stop:  # a stopped loop may have been too short for a metric
-            for trained in self._context.optimizers:
-                trained.schedule.refuse_no_metric()
 
     def log(
         self,
@@ -389,38 +386,6 @@ class Training:
                 fix="call training.save() to save this step; otherwise call it before or after the loop.",
                 step=self._loop_state.step.number,
             )
-
-    def step_schedule(
-        self, metric: float | torch.Tensor, optimizer: Optimizer | None = None
-    ) -> None:
-        """Advance a `ReduceLROnPlateau` schedule with a metric, such as the loss of an evaluation.
-
-        Args:
-            metric: A number; the same on all ranks, as what `evaluate` returns.
-            optimizer: With several optimizers, the one whose schedule advances.
-
-        Raises:
-            ConfigError: the schedule takes no metric, or the optimizer is not of this training.
-            RankDisagreement: the ranks gave different values.
-            StepError: a rank ended the step without the call.
-
-        Collective: all ranks, same metric.
-        """
-        if optimizer is None and len(self.optimizers) == 1:
-            optimizer = self.optimizers[0]
-        for trained in self._context.optimizers:
-            if trained.optimizer is optimizer:
-                values = collectives.gather(
-                    self.job, repr(float(metric)), call="training.step_schedule"
-                )
-                fix = "give the result of `evaluate`, or add the ranks' values up first."
-                refuse_different_values("metric of the schedule", values, fix=fix)
-                trained.schedule.step_metric(float(metric))
-                return
-        raise ConfigError(
-            "`step_schedule` was called for no optimizer of this training.",
-            fix="training.step_schedule(metric, optimizer), with one that you gave to Training.",
-        )
 
     def save(self, *, best: bool = False) -> None:
         """Save after the step in progress. With `best` the checkpoint is kept until the next `best` one.
@@ -530,7 +495,6 @@ class Training:
         self._control.begin_loop(self.number)
         self._control.own_times = self._report.own_times
         for trained in context.optimizers:
-            trained.schedule.begin()
             trained.optimizer.zero_grad()  # of a backward before the loop, or of a step that was left
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:

@@ -18,6 +18,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.errors import CheckpointError, ConfigError
 from paceline.training import state
+from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.step import StepContext
 
 _ORDER = ("samples", "shuffle", "sampler")  # settings that decide which samples a position means
@@ -80,8 +81,11 @@ class TrainingState:
             "position": [position.seed, position.epoch, position.offset],
             "data": self._batches.identity() | {"precision": context.precision.name},
             "content": self._content,
-            "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
-            "schedule_types": [trained.schedule.type for trained in context.optimizers],
+            "schedules": [
+                {} if each.scheduler is None else dict(each.scheduler.state_dict())
+                for each in context.optimizers
+            ],
+            "schedule_types": [_schedule_type(each) for each in context.optimizers],
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
             "kept": self._states_kept(is_optional=False),
@@ -109,7 +113,8 @@ class TrainingState:
         context.strategy.load_state_dict(saved["strategy"])  # before weights: it may refuse
         state.load(self._models, self._optimizers, saved)
         for trained, schedule in zip(context.optimizers, saved["schedules"], strict=True):
-            trained.schedule.load_state_dict(schedule)
+            if trained.scheduler is not None:
+                trained.scheduler.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
         states = saved["kept"] | saved["optional"]
         for name, thing in self._kept.items():
@@ -164,12 +169,12 @@ class TrainingState:
                 f"the checkpoint was trained with seed {seed}, this job has {own_seed}.",
                 fix="join with the same seed, or give this training a folder of its own.",
             )
-        schedules = [trained.schedule for trained in self._context.optimizers]
+        schedules = [_schedule_type(each) for each in self._context.optimizers]
         for own, other in zip(schedules, saved["schedule_types"], strict=True):
-            if own.type != other:
+            if own != other:
                 raise CheckpointError(
                     f"the checkpoint was trained with {other or 'no schedule'}, this training has "
-                    f"{own.type or 'none'}.",
+                    f"{own or 'none'}.",
                     why="a schedule continues from its own state, so the learning rates would be others.",
                     fix="give the schedule of the run that saved it; for another training use "
                     "paceline.load_weights and a folder of its own.",
@@ -193,7 +198,7 @@ class TrainingState:
         """Whether a scheduler is neither the schedule of the training nor kept."""
         kept = [getattr(thing, "optimizer", None) for thing in self._kept.values()]
         return any(
-            not trained.schedule.type
+            trained.scheduler is None
             # Every scheduler of torch writes this when it is created.
             and any("initial_lr" in group for group in trained.optimizer.param_groups)
             and not any(optimizer is trained.optimizer for optimizer in kept)
@@ -214,6 +219,10 @@ class TrainingState:
         """The size of models and optimizers in a checkpoint."""
         _, tensors = codec.encode(state.save(self._models, self._optimizers))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _schedule_type(trained: TrainedOptimizer) -> str:
+    return "" if trained.scheduler is None else type(trained.scheduler).__name__
 
 
 def _is_optional(thing: Any) -> bool:
