@@ -128,7 +128,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
 @pytest.mark.ci
 def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str) -> None:
-    process = begin(tmp_path, RANKS + " --max-restarts=3")
+    process = begin(tmp_path, RANKS + " --max-restarts=3 --monitor-interval=90")
     wait_for(process, tmp_path, "step", 15)
     process.send_signal(signal.Signals[number])
     done = finish(process)
@@ -147,7 +147,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str)
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank(tmp_path: Path, undisturbed: str) -> None:
-    process = begin(tmp_path, RANKS + " --max-restarts=3")
+    process = begin(tmp_path, RANKS + " --max-restarts=3 --monitor-interval=90")
     wait_for(process, tmp_path, "step", 9)
     os.kill(pids(tmp_path)[1], signal.SIGUSR1)
     done = finish(process)

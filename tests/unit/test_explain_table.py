@@ -82,6 +82,14 @@ def test_line_numbers_are_right_over_blocks_and_very_long_lines(
     assert text.lines == 103
 
 
+def test_a_report_at_any_place_of_a_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = "paceline: rank 1 of 2 failed: ValueError: bad"
+    for size in range(60, 180):  # longer than the line
+        monkeypatch.setattr(reading, "_BLOCK_BYTES", size)
+        found = _lines("x" * 30, "y", report, "  where: rank 1", *["z" * 50] * 3)
+        assert found.report == (3, report), size
+
+
 def test_a_shown_line_is_short_and_without_colours_or_progress_bars() -> None:
     line = "\r 10% | bar" * 500 + "\r\x1b[31m" + "z" * 100 + " CUDA out of memory. " + "t" * 999
     shown = _lines(line).found[0].text

@@ -1,4 +1,4 @@
-"""The subcommand `run`: its options are torchrun's, so torch's own parser reads them."""
+"""The subcommand `run`: its options are torchrun's, and some of our own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def parser() -> CommandParser:
-    """The options of `paceline run`. This imports torch."""
+    """The options of `paceline run`."""
     from paceline.launch.options import parser as launch_parser
 
     return launch_parser()

@@ -123,6 +123,7 @@ def read(stream: BinaryIO) -> Reading:
     report: tuple[int, str] | None = None
     unknown: tuple[int, str] | None = None
     tracebacks: set[bytes] = set()
+    before = b""  # the last line of the previous block: a report is known by the line after its first one
     for first, text in _blocks(stream):
         block = _COLORS.sub(b"", text)
         for cause in list(open_entries):
@@ -131,9 +132,11 @@ def read(stream: BinaryIO) -> Reading:
                 found.append(hit)
                 open_entries.remove(cause)
         unknown = unknown or _first_unknown(block, first, tracebacks)
-        if report is None and (begin := _REPORT.search(block)):
-            number = first + block.count(b"\n", 0, begin.start(1))
+        if report is None and (begin := _REPORT.search(before + block)):
+            lines_before = (before + block).count(b"\n", 0, begin.start(1))
+            number = first - before.count(b"\n") + lines_before
             report = number, begin[1].decode(errors="replace")
+        before = block[block.rfind(b"\n", 0, -1) + 1 :]
         lines = first + block.count(b"\n") - block.endswith(b"\n")
     found.sort(key=lambda hit: (KINDS.index(hit.cause.kind), hit.line))
     return Reading(lines, report, tuple(found), unknown)

@@ -1,7 +1,7 @@
 """The ranks of this host: started, watched, stopped, and cleaned up.
 
-agent.py decides when each of these happens. This file does not import torch, because the ranks of one host
-are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
+supervisor.py decides when each of these happens. This file does not import torch, because the ranks of one
+host are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
 
 Verbs: `stop` sends a signal, and SIGKILL after a grace period; `kill` sends SIGKILL and does not wait;
 `clean_up` takes the last output of ended ranks and closes their files; `discard` kills, waits up to 10 s for

@@ -102,7 +102,7 @@ _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
             f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
         ),
         ("--signals-to-handle", str, DEFAULT_SIGNALS, "signals that end the job"),
-        ("--monitor-interval", float, 0.1, "longest time between two looks, in seconds"),
+        ("--monitor-interval", str, "", "of torchrun; no effect: the launcher reacts at once"),
         ("--role", str, "default", "the value of ROLE_NAME"),
     ),
     "hosts": (

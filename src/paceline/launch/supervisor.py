@@ -49,6 +49,7 @@ from paceline.watch.rank_state import last_call
 
 # How long preempted ranks of other nodes may still need the store. All ranks stop after the same step.
 _PREEMPTED_WAIT_S = 5.0
+_TURN_S = 0.1  # longest time until the launcher reacts to a signal
 _ENDED_WAIT_S = 300.0  # for the ranks of other nodes, as torchrun
 
 
@@ -398,7 +399,7 @@ class Supervisor:
     def _after_turn(self) -> _Next | None:
         """Wait for a change, and look at everything once; None if the round goes on."""
         local = self._local_ranks
-        local.wait_change(self._options.args.monitor_interval)
+        local.wait_change(_TURN_S)
         self._signals.check()
         for number in self._signals.take_for_ranks():
             local.forward_signal(number)
@@ -410,7 +411,9 @@ class Supervisor:
         exchange = self._round.exchange
         # After a preemption the other nodes are not awaited, and may be gone.
         change = None if done and local.preempted else self._rendezvous.change()
-        if change is not None and change.joins and not self._signals.received:
+        # A signal that came in the meantime lets the ranks save; a change does not always.
+        self._signals.check()
+        if change is not None and change.joins:
             # A node that joins waits if ranks have ended already: the job is about to end.
             has_ended = done or (exchange is not None and exchange.any_done())
             if change.has_begun or not has_ended:
