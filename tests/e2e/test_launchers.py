@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import Finished, finish, spawn
-from slurm_cluster import cluster
+from scripts import training_script
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 50.0
@@ -41,50 +39,7 @@ assert sys.excepthook is hook
 line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
 os.write(1, (line + chr(10)).encode())
 """
-LOOP = """
-import os, sys
-import torch
-from torch.utils.data import TensorDataset
-import paceline
-x = torch.ones(4096, 4)
-how = sys.argv[1]
-def train(job):
-    model = paceline.ddp(job, torch.nn.Linear(4, 1))
-    batches = paceline.Batches(job, TensorDataset(x, x[:, :1]), global_batch=8)
-    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.01), batches)
-    for step in training.steps(epochs=100):
-        for a, b in step:
-            step.backward((model(a) - b).square().sum(), count=len(b), reduction="sum")
-        step.update()
-        if job.rank == 1 and step.number == 5:
-            if how == "raise":
-                raise ValueError("bad sample 17")
-            sys.exit(0)
-job = paceline.join(device="cpu", timeout_s=30)
-if how == "unleft":
-    train(job)
-with job:
-    train(job)
-"""
-WEIGHTS = """
-import os
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import paceline
-from paceline.testing import digest
-x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-with paceline.join(device="cpu", timeout_s=30) as job:
-    model = paceline.ddp(job, nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
-    batches = paceline.Batches(job, TensorDataset(x, x[:, :1]), global_batch=16, micro_batch=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
-    for step in training.steps(epochs=2):
-        for a, b in step:
-            step.backward((model(a) - b).square().sum(), count=len(b), reduction="sum")
-        step.update()
-    os.write(1, f"weights {digest(paceline.unwrap(model).state_dict())}{chr(10)}".encode())
-"""
+WEIGHTS = training_script(epochs=2, options="reproducible=True")
 UNLEFT = """
 import torch
 import paceline
@@ -145,7 +100,7 @@ def test_weights_under_mpirun_are_those_of_one_process(tmp_path: Path, backend: 
     assert ranks.code == 0, ranks.err
     alone = finish(launch(script(tmp_path, WEIGHTS), tmp_path))
     assert alone.out.startswith("weights ")
-    assert [x for x in ranks.out.splitlines() if "weights" in x] == alone.out.splitlines() * 3
+    assert [x for x in ranks.out.splitlines() if "weights" in x] == alone.out.splitlines()
 
 
 @pytest.mark.slow
@@ -232,7 +187,10 @@ def test_the_port_file_of_a_killed_job_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path) -> None:
-    words = [*mpi("openmpi", 2), *script(tmp_path, LOOP), "raise"]
+    text = training_script(
+        'if job.rank == 1 and step.number == 5: raise ValueError("bad sample 17")'
+    )
+    words = [*mpi("openmpi", 2), *script(tmp_path, text)]
     done = finish(launch(words, tmp_path))
     assert done.code != 0
     # The launcher may end the other rank before it reports anything.
@@ -246,88 +204,3 @@ def test_torchrun_ends_with_0_if_no_rank_leaves_the_job(tmp_path: Path) -> None:
     done = finish(launch(words, tmp_path))
     assert done.code == 0, done.err
     assert "without an active exception" not in done.err
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Slurm cluster of one node; yields the variables that its commands need."""
-    with cluster(tmp_path_factory.mktemp("slurm"), 1) as made:
-        yield made.variables
-
-
-# test_slurm.py has the tests of `make test`, on a cluster of two nodes.
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["-n", "3"], ["-n", "2", "--mpi=pmi2"]])
-def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -> None:
-    done = finish(launch(["srun", *words, *script(tmp_path, FACTS)], tmp_path, **slurm))
-    assert lines(done, "slurm") == expected("slurm", int(words[1]))
-    assert port_files(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_shell_in_an_allocation_is_one_process(tmp_path: Path, slurm: dict[str, str]) -> None:
-    command = " ".join(script(tmp_path, FACTS))
-    done = finish(launch(["salloc", "-n", "2", "bash", "-c", command], tmp_path, **slurm))
-    assert lines(done, "none") == expected("none", 1)
-
-
-@pytest.mark.slow
-def test_a_shell_of_a_step_is_one_process_and_a_program_is_a_rank(
-    tmp_path: Path, slurm: dict[str, str]
-) -> None:
-    if shutil.which("script") is None:
-        pytest.skip("script is not installed; it makes the terminal that srun --pty needs")
-    program = " ".join(script(tmp_path, FACTS))
-    # The other tasks of an interactive shell end at once, because they have no terminal.
-    shell = f"bash -c '[ $SLURM_PROCID != 0 ] || {program}; true'"
-    for command, launcher, count in ((shell, "none", 1), (program, "slurm", 2)):
-        words = ["script", "-qec", f"srun -n 2 --pty {command}", "/dev/null"]
-        done = finish(launch(words, tmp_path, **slurm))
-        assert expected(launcher, count)[0] in done.out, done
-
-
-@pytest.mark.slow
-def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> None:
-    command = " ".join(script(tmp_path, FACTS))
-    (tmp_path / "batch").write_text(f"#!/bin/bash\n{command}\nsrun {command}\n")
-    finish(launch(["sbatch", "--wait", "-n", "2", "-o", "log", "batch"], tmp_path, **slurm))
-    said = sorted((tmp_path / "log").read_text().splitlines())
-    assert said == expected("none", 1) + expected("slurm", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "inner", [[str(BIN / "torchrun"), "--standalone"], [sys.executable, "-m", "paceline", "run"]]
-)
-def test_torchrun_inside_a_step_is_the_launcher(
-    tmp_path: Path, slurm: dict[str, str], inner: list[str]
-) -> None:
-    script(tmp_path, FACTS.replace("if job.peers", "if False"))
-    words = ["srun", "-n", "1", *inner, "--nproc-per-node=2", "script.py"]
-    done = finish(launch(words, tmp_path, **slurm))
-    assert done.code == 0, done.err
-    # `paceline run` puts the rank before each line.
-    assert sorted(re.sub(r"^\[\d\] ", "", line) for line in done.out.splitlines()) == expected(
-        "torchrun", 2
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "exit", "unleft"])
-def test_the_other_ranks_of_a_step_name_the_rank_that_ended_first(
-    tmp_path: Path, slurm: dict[str, str], how: str
-) -> None:
-    # srun does not end the other ranks, so all of them report.
-    words = ["srun", "-n", "3", *script(tmp_path, LOOP), how]
-    done = finish(launch(words, tmp_path, **slurm))
-    assert done.code != 0
-    first = {
-        "raise": "ValueError: bad sample 17",
-        "exit": "StepError: rank 1 left the training loop after step 5",
-        "unleft": "StepError: the process ended without leaving the job",
-    }[how]
-    followers = [
-        line for line in done.err.splitlines() if "PeerFailed: rank 1 failed first" in line
-    ]
-    assert [line[:7] for line in sorted(followers)] == ["[rank0]", "[rank2]"], done.err
-    assert all(first in line for line in followers)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from launching import DEADLINE_S, finish, start
+from scripts import training_script
 from torch import nn
 
 import paceline
@@ -26,30 +27,21 @@ from paceline.errors import ConfigError
 DASHBOARD = Path(__file__).parents[2] / "docs" / "assets" / "grafana.json"
 PROMETHEUS = shutil.which("prometheus")
 
-SCRIPT = """
-import os, sys, time
-import torch
-import paceline
-
-prometheus = paceline.Prometheus(port=0)
-with paceline.join() as job:
-    model = paceline.ddp(job, torch.nn.Linear(4, 2))
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
-    batches = paceline.Batches(job, data, global_batch=8)
-    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 0.01), batches)
-    training.report(loggers=[prometheus])
-    for step in training.steps():
-        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum(), reduction="sum")
-        step.update()
-        training.log(loss=step.loss)
-        time.sleep(0.002)
-        if job.rank == 0 and prometheus.port and not os.path.exists("port"):
-            with open("new", "w") as file:
-                file.write(f"{prometheus.address}:{prometheus.port}")
-            os.rename("new", "port")
-        if os.path.exists("end"):
-            step.stop()
-"""
+SCRIPT = training_script(
+    """
+training.log(loss=step.loss)
+time.sleep(0.002)
+if job.rank == 0 and prometheus.port and not os.path.exists("port"):
+    with open("new", "w") as file:
+        file.write(f"{prometheus.address}:{prometheus.port}")
+    os.rename("new", "port")
+if os.path.exists("end"):
+    step.stop()
+""",
+    before="prometheus = paceline.Prometheus(port=0)",
+    report="loggers=[prometheus]",
+    epochs=10**6,
+)
 
 
 def _wait(condition: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import finish, node_words, rows_of, run, start, wait_served
+from scripts import training_script
 
 WAITS = """
 import time, torch, torch.distributed as dist
@@ -20,23 +21,15 @@ while True:
     time.sleep(0.01)
 """
 
-RAISES = """
-import time, torch, paceline
-from torch.utils.data import TensorDataset
-with paceline.join(seed=1, device="cpu") as job:
-    model = paceline.ddp(job, torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, TensorDataset(torch.ones(8, 1)), global_batch=2)
-    training = paceline.Training(job, model, optimizer, batches)
-    for step in training.steps(epochs=1):
-        for (x,) in step:
-            step.backward(model(x).square().sum(), count=len(x), reduction="sum")
-        if step.number == 3 and job.rank == 1:
-            raise OSError("bad sample")
-        if step.number == 3:
-            time.sleep(60)
-        step.update()
-"""
+RAISES = training_script(
+    before_update="""
+if step.number == 3 and job.rank == 1:
+    raise OSError("bad sample")
+if step.number == 3:
+    time.sleep(60)
+""",
+    epochs=1,
+)
 
 
 @pytest.mark.ci

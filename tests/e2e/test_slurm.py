@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import Finished, finish, run, spawn
-from slurm_cluster import Cluster, cluster
+from scripts import training_script
+from slurm_cluster import Cluster, cluster, find
 
 from paceline.cli import main
 
@@ -19,35 +21,20 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "paceline", "run"]
 DEADLINE_S = 90.0
 
-TRAIN = """
-import hashlib, os, sys, time, torch, paceline
-from torch.utils.data import TensorDataset
-
-with paceline.join(seed=3, device="cpu", timeout_s=40) as job:
-    model = paceline.ddp(job, torch.nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(x, x.sum(1, keepdim=True))
-    training = paceline.Training(
-        job, model, optimizer, paceline.Batches(job, data, global_batch=12),
-        checkpoints=paceline.Checkpoints("runs/a", keep=2, every_steps=4),
-    )
-    for step in training.steps(epochs=5):
-        for x, y in step:
-            step.backward((model(x) - y).square().sum(), count=len(x), reduction="sum")
-        step.update()
-        with open(f"steps{job.rank}", "a") as file:
-            file.write(f"{step.number} {os.environ.get('SLURM_RESTART_COUNT', 0)} {os.getpid()}\\n")
-        time.sleep(float([*sys.argv, "0"][1]))
-    if job.rank == 0:
-        values = [value for model in training.state_dict()["models"] for value in model.values()]
-        print("weights", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
-"""
+TRAIN = training_script(
+    """
+with open(f"steps{job.rank}", "a") as file:
+    file.write(f"{step.number} {os.environ.get('SLURM_RESTART_COUNT', 0)} {os.getpid()}\\n")
+time.sleep(float([*sys.argv, "0"][1]))
+""",
+    checkpoints='"runs/a", keep=2, every_steps=4',
+)
 LAST_STEP = 40
 FACTS = """
-import paceline
+import os, paceline
 with paceline.join(device="cpu", timeout_s=30) as job:
-    print(job.launcher, job.rank, job.world_size, list(paceline.gather(job, job.rank)), flush=True)
+    ranks = list(paceline.gather(job, job.rank))
+    os.write(1, f"{job.launcher} {job.rank} {job.world_size} {ranks}\\n".encode())  # one write for a line
 """
 
 
@@ -137,6 +124,68 @@ def test_slurm_refuses_more_gpus_than_a_node_has(slurm: Cluster) -> None:
     script = ROOT / "tests" / "data" / "jobs" / "train.slurm"
     text = slurm.check(script, "--gpus-per-node=9")
     assert "Requested node configuration is not available" in text
+
+
+FACTS_PY = f"{sys.executable} facts.py"
+STEPS = {
+    "ranks over PMI 2": (f"srun -N2 -n2 --mpi=pmi2 {FACTS_PY}", "slurm", 2),
+    "a shell in an allocation": (f"salloc -n2 sh -c '{FACTS_PY}'", "none", 1),
+    # The other tasks of an interactive shell end at once, because they have no terminal.
+    "a shell of a step": (
+        f"script -qec \"srun -n2 --pty sh -c '[ $SLURM_PROCID != 0 ] || {FACTS_PY}; true'\" /dev/null",
+        "none",
+        1,
+    ),
+    "a terminal for a rank": (f'script -qec "srun -n2 --pty {FACTS_PY}" /dev/null', "slurm", 2),
+    "torchrun in a step": (
+        f"srun -n1 {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 facts.py",
+        "torchrun",
+        2,
+    ),
+    "paceline run in a step": (
+        f"srun -n1 {shlex.join(LAUNCHER)} --nproc-per-node=2 facts.py",
+        "torchrun",
+        2,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_process_of_slurm_is(tmp_path: Path, slurm: Cluster, name: str) -> None:
+    command, launcher, count = STEPS[name]
+    find(command.split()[0])
+    (tmp_path / "facts.py").write_text(FACTS)
+    done = finish(spawn(shlex.split(command), tmp_path, own_group=True, **slurm.variables))
+    assert done.code == 0, done
+    # Only the first task has the terminal.
+    ranks = range(1 if "--pty" in command else count)
+    for rank in ranks:
+        assert f"{launcher} {rank} {count} {[*range(count)]}" in done.out, done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "exit", "unleft"])
+def test_the_other_ranks_of_a_step_name_the_rank_that_ended_first(
+    tmp_path: Path, slurm: Cluster, how: str
+) -> None:
+    """srun does not end the other ranks, so all of them report."""
+    end, said = {
+        "raise": ("raise ValueError('bad sample 17')", "ValueError: bad sample 17"),
+        "exit": ("sys.exit(0)", "StepError: rank 1 left the training loop after step 5"),
+        "unleft": ("sys.exit(0)", "StepError: the process ended without leaving the job"),
+    }[how]
+    text = training_script(f"if job.rank == 1 and step.number == 5: {end}")
+    if how == "unleft":
+        joins = next(line for line in text.splitlines() if line.startswith("with "))
+        text = text.replace(joins, f"job = {joins[5:-8]}\nif True:")
+    (tmp_path / "train.py").write_text(text)
+    done = srun(slurm, tmp_path, "-n3", sys.executable, "train.py")
+    assert done.code != 0
+    lines = done.err.splitlines()
+    followers = [line for line in lines if "PeerFailed: rank 1 failed first" in line]
+    assert [line[:7] for line in sorted(followers)] == ["[rank0]", "[rank2]"], done.err
+    assert all(said in line for line in followers)
 
 
 @pytest.mark.slow

@@ -19,31 +19,21 @@ from pathlib import Path
 
 import pytest
 from launching import DEADLINE_S, environment
+from scripts import training_script
 
-TRAINS = """
-import time
-import torch
-from torch.utils.data import TensorDataset
-import paceline
-
-with paceline.join() as job:
-    model = paceline.ddp(job, torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.ones(200, 2), torch.ones(200, 1))
-    training = paceline.Training(job, model, optimizer, paceline.Batches(job, data, global_batch=4))
-    training.report("run", progress=True)
-    for step in training.steps(epochs=1):
-        for x, y in step:
-            step.backward(torch.nn.functional.mse_loss(model(x), y), reduction="mean")
-        step.update()
-        training.log(loss=step.loss)
-        time.sleep(0.03)
-        if step.number == 40 and job.rank == 0:
-            with open("ready", "w") as file:
-                file.write("x")
-            with open("go") as file:
-                file.read(1)
-"""
+TRAINS = training_script(
+    """
+training.log(loss=step.loss)
+time.sleep(0.03)
+if step.number == 40 and job.rank == 0:
+    with open("ready", "w") as file:
+        file.write("x")
+    with open("go") as file:
+        file.read(1)
+""",
+    epochs=7,
+    report='"run", progress=True',
+)
 
 
 class Terminal:
@@ -106,13 +96,13 @@ def test_a_run_on_a_terminal_and_top_on_another(tmp_path: Path) -> None:
     assert top.end() == 0
     assert modes == top.modes
     left = top.shown.rindex("\x1b[?1049l")  # the screen as it was before; then the last frame
-    assert re.search(r"step \d+/50", top.shown[left:])
+    assert re.search(r"step \d+/56", top.shown[left:])
     assert top.shown.rindex("\x1b[?25h") > top.shown.rindex("\x1b[?25l")
 
     assert job.end() == 0
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", job.shown)
     assert re.search(r"rank 1 [=DC.]{10,}", plain)
-    assert "50/50" in plain
+    assert "56/56" in plain
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "top", "run", "--once"],
         cwd=tmp_path,
@@ -121,7 +111,7 @@ def test_a_run_on_a_terminal_and_top_on_another(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert re.search(r"step 50/50 .*finished", done.stdout)
+    assert re.search(r"step 56/56 .*finished", done.stdout)
     assert "\x1b" not in done.stdout
     for fd in pipes.values():
         os.close(fd)
