@@ -10,7 +10,6 @@ import math
 import os
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -215,13 +214,6 @@ def launching_process(prefix: str) -> str:
     except psutil.Error:
         pass  # an ancestor that this user may not see
     return str(os.getppid())
-
-
-def runtime_folder() -> Path:
-    """XDG_RUNTIME_DIR if that is a folder of this user, otherwise the temporary folder."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    is_own = folder.is_absolute() and folder.is_dir() and folder.stat().st_uid == os.getuid()
-    return folder if is_own else Path(tempfile.gettempdir())
 
 
 def private_folder(parent: Path) -> Path:

@@ -100,13 +100,12 @@ NAMES = (
         why="the public share_memory_() does not return the file descriptor that other ranks open",
         without="`shm` copies gradients to sum them",
     ),
-    # mpi
-    PrivateName(
-        "torch.distributed.Work._source_rank",
-        why="torch asks it, and no public method, which rank sent what `recv` received from any rank",
-        without="`recv` from any rank does not return the sender over MPI",
-    ),
     # parallel
+    PrivateName(
+        "torch.Tensor._version",
+        why="no public name tells whether a tensor was changed in place",
+        without="`reproducible` does not refuse a buffer that a forward changes in place",
+    ),
     PrivateName(
         "torch.distributed.Reducer._check_reducer_finalized",
         why="DDP reports an unfinished reduction only in its next forward",
@@ -165,12 +164,6 @@ NAMES = (
         since="1.8",
         without="`evaluate` refuses metrics of torchmetrics",
         of_objects=True,
-    ),
-    # checkpoint
-    PrivateName(
-        "torch.Tensor._version",
-        why="no public name tells whether a tensor was changed while it was copied in the background",
-        without="a change of parameters during a save is not noticed",
     ),
     # watch: flight_recorder.py does not use `find`, because it must not import torch
     PrivateName(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ import os, sys
 import torch
 import torch.distributed as dist
 import paceline
-from paceline.job.rendezvous import _port_folder
 hook = sys.excepthook
 for _ in range(2):  # join again after leaving
     with paceline.join(device="cpu", timeout_s=30) as job:
@@ -34,9 +30,8 @@ for _ in range(2):  # join again after leaving
         if job.group is not None:
             dist.all_reduce(total, group=job.group)
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
-        files = os.listdir(_port_folder()) if job.peers else []
 assert sys.excepthook is hook
-line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
+line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)}"
 os.write(1, (line + chr(10)).encode())
 """
 WEIGHTS = training_script(epochs=2, options="reproducible=True")
@@ -47,12 +42,6 @@ job = paceline.join(device="cpu", timeout_s=30)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=job.group)
 model(torch.ones(4, 8)).sum().backward()
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # so that port files can be counted
 
 
 def launch(words: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
@@ -77,16 +66,12 @@ def mpi(kind: str, count: int) -> list[str]:
 
 def expected(launcher: str, count: int, job: str = "") -> list[str]:
     everybody = " ".join(f"{rank}{job}" for rank in range(count))
-    return [f"{launcher} {rank}/{count} sum {count} {everybody} []" for rank in range(count)]
+    return [f"{launcher} {rank}/{count} sum {count} {everybody}" for rank in range(count)]
 
 
 def lines(done: Finished, launcher: str) -> list[str]:
     assert done.code == 0, done.err
     return sorted(line for line in done.out.splitlines() if line.startswith(launcher))
-
-
-def port_files(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "tmp").glob("paceline-*/rendezvous/*")]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("shm", marks=pytest.mark.slow), "mpi"])
@@ -111,10 +96,7 @@ def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str
     jobs = {name: launch(mpi(kind, 2) + wrapped, tmp_path, JOB=name) for name in "ab"}
     done = {name: finish(process) for name, process in jobs.items()}
     for name in "ab":
-        # The port files that they see may be the other job's.
-        said = [line.partition(" [")[0] for line in lines(done[name], "mpi")]
-        assert said == [line.removesuffix(" []") for line in expected("mpi", 2, name)]
-    assert port_files(tmp_path) == []
+        assert lines(done[name], "mpi") == expected("mpi", 2, name)
 
 
 @pytest.mark.ci
@@ -128,30 +110,20 @@ def slowly(job):
     close(job)
 paceline.job.job.Job._close = slowly
 """
-    words = mpi("openmpi", 2) + script(tmp_path, late + FACTS.replace("if job.peers", "if False"))
+    words = mpi("openmpi", 2) + script(tmp_path, late + FACTS)
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
 
 
 def test_ranks_of_paceline_run_join_again(tmp_path: Path) -> None:
     # The launcher keeps the store, so that it stays open between two joins.
-    script(tmp_path, FACTS.replace("if job.peers", "if False"))
+    script(tmp_path, FACTS)
     words = [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "script.py"]
     done = finish(launch(words, tmp_path))
     assert done.code == 0, done.err
     # `paceline run` puts the rank before each line.
     said = sorted(line.partition("] ")[2] for line in done.out.splitlines())
     assert said == expected("torchrun", 2)
-
-
-@pytest.mark.slow
-def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
-    # Without port files there is no folder for them.
-    text = FACTS.replace("range(2)", "range(1)").replace("if job.peers", "if False")
-    words = mpi("openmpi", 2) + script(tmp_path, text)
-    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
-    assert not list((tmp_path / "tmp").glob("paceline-*"))
 
 
 @pytest.mark.ci
@@ -161,28 +133,6 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     done = finish(launch(mpi("mpich", 3) + script(tmp_path, text), tmp_path))
     assert done.code != 0
     assert done.err.count("rank 1 of 3 did not join within 2 s") >= 1
-    assert port_files(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_the_port_file_of_a_killed_job_is_ignored(tmp_path: Path) -> None:
-    # Rank 0 is killed while it waits. A requeued job uses the same key again.
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    words = script(tmp_path, FACTS)
-    ranks = [{**step, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
-    killed = launch(words, tmp_path, **ranks[0])
-    deadline = time.monotonic() + DEADLINE_S
-    while not port_files(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(killed.pid, signal.SIGKILL)
-    finish(killed)
-    assert len(port_files(tmp_path)) == 1
-    early = launch(words, tmp_path, **ranks[1])
-    late = launch(words, tmp_path, **ranks[0])
-    assert (
-        lines(finish(early), "slurm") + lines(finish(late), "slurm") == expected("slurm", 2)[::-1]
-    )
-    assert port_files(tmp_path) == []
 
 
 @pytest.mark.ci

@@ -18,6 +18,7 @@ ORDER = [
     "command_line",
     "log",
     "credentials",
+    "store_exchange",
     "torch_private",
     "clock",
     "machine",

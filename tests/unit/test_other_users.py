@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ import torch.distributed as dist
 
 from paceline.checkpoint.store import open_store
 from paceline.errors import ConfigError
-from paceline.job.rendezvous import _port_folder
 from paceline.launch import failure_report
 from paceline.launch.nodes import decode_state
 from paceline.launch.rendezvous import RendezvousLost
+from paceline.machine import private_folder
 from paceline.shm import segment
 from paceline.shm.segment import SharedMemoryUnavailable, open_segment
 
@@ -50,9 +49,9 @@ def test_a_rank_writes_only_to_the_memory_of_rank_0(kind: str, tmp_path: Path) -
     place = tmp_path / "victim" if kind == "a path" else f"{os.getpid()} {victim}"
     store = dist.HashStore()
     store.set("memory", f"{place} {TOKEN.hex()} {segment._host_id()}")
-    store.set("problem/0", "")
+    store.set("problem/0", '""')
     with pytest.raises(SharedMemoryUnavailable, match="rank 1: "):
-        open_segment(store, 1, 2, timedelta(seconds=1))
+        open_segment(store, 1, 2)
     assert os.pread(victim, 1 << 24, 0) == before
     os.close(victim)
 
@@ -95,21 +94,16 @@ def test_a_folder_that_another_user_made_is_not_used(
         if os.getuid() != 0:
             pytest.skip("only root can make a folder of another user")
         os.chown(folder, NOBODY, NOBODY)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match=f"{folder} is not a folder") as caught:
-        _port_folder()
+        private_folder(Path(tempfile.gettempdir()))
     assert "set TMPDIR" in caught.value.fix
     report = Path(failure_report.write([], [], "a rank failed", None))
     assert report.parent == tmp_path
     assert report.stat().st_mode & 0o077 == 0
     assert not list(other.iterdir())
-    # The fix works, and so does the runtime folder.
-    for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        monkeypatch.setenv(variable, str(other))
-        assert _port_folder().is_relative_to(other)
-        monkeypatch.delenv(variable)
+    monkeypatch.setattr(tempfile, "tempdir", str(other))  # as with TMPDIR, which the fix names
+    assert private_folder(Path(tempfile.gettempdir())).is_relative_to(other)
 
 
 def test_no_name_from_another_rank_leads_out_of_the_folder_of_checkpoints(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline import store_exchange
 from paceline.credentials import public_variables
 from paceline.errors import PacelineError
-from paceline.job import environment, rendezvous, store_exchange
+from paceline.job import environment, rendezvous
 from paceline.job.environment import FIREWALL_PORTS, RankInfo
 from paceline.job.job import Job
 from paceline.job.network import addresses_of, source_address

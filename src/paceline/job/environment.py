@@ -34,7 +34,7 @@ class RankInfo:
 
     Attributes:
         master: "host:port" of the store, if the launcher or the user named it. Without it the ranks of one
-            host meet through a file.
+            host compute a port of the loopback.
         job_key: identifies the job: on one host, or on all if they compute the port of `master`. None if the
             launcher names no job (MPICH); on one host the process that started the rank identifies it then.
         restarts: how often the launcher has restarted the job.
@@ -197,9 +197,13 @@ def _unknown_host(why: str, *, option: str) -> ConfigError:
     )
 
 
-def computed_port(job: str) -> int:
-    """A port for the job with this name, which all ranks compute without communication."""
-    low, high = FIREWALL_PORTS
+def computed_port(job: str, ports: tuple[int, int] = FIREWALL_PORTS) -> int:
+    """A port for the job with this name, which all ranks compute without communication.
+
+    Args:
+        ports: The first and the last that may be chosen.
+    """
+    low, high = ports
     return low + zlib.crc32(job.encode()) % (high - low + 1)
 
 

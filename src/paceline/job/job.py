@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline import log
+from paceline import log, store_exchange
 from paceline.errors import (
     ConfigError,
     PacelineError,
@@ -34,7 +34,7 @@ from paceline.errors import (
     rank_location,
     refuse_different_values,
 )
-from paceline.job import current_step, environment, failures, ray, rendezvous, store_exchange
+from paceline.job import current_step, environment, failures, ray, rendezvous
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange
 from paceline.job.failures import Peers

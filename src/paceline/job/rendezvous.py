@@ -1,22 +1,16 @@
 """Rendezvous: all ranks connect to one torch `Store`. A front to `torch.distributed.TCPStore`.
 
 torchrun and `paceline run` host the store in the launcher; a user's MASTER_ADDR names one. Without either,
-ranks of one host find it through a port file, which rank 0 writes and keeps locked while it waits.
+rank 0 serves it on the loopback, on a port that all ranks of the host compute from what names their job.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import itertools
 import json
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -27,24 +21,27 @@ from paceline.errors import (
     rank_location,
     render,
 )
-from paceline.job.environment import RankInfo
+from paceline.job.environment import RankInfo, computed_port
 from paceline.job.network import address_from_here
 from paceline.job.store_server import (
     LOOPBACK,
     Say,
     cannot_listen,
     listen_for,
-    serve_here,
     store_on,
     wait_served,
 )
 from paceline.log import logger
-from paceline.machine import launching_process, private_folder, runtime_folder
+from paceline.machine import launching_process
 
 _MISSING = "missing"  # the key of the ranks that did not come; [] if all came
-_SERVED = "served"  # rank 0 serves this store for this join
 _GRACE_S = 0.5  # for ranks to read who is missing before the store ends with rank 0
+# Below the ports that the kernel gives to connections.
+_LOCAL_PORTS = (20000, 29499)
 _joins = itertools.count()
+# Kept until the process ends, for a second join: if rank 0 served another store at the same address, a faster
+# rank would connect to the old one.
+_stores: dict[tuple[str, int], dist.Store] = {}
 
 
 def connect_store(
@@ -62,58 +59,49 @@ def connect_store(
 
     Collective: all ranks.
     """
-    timeout = timedelta(seconds=timeout_s)
-    join = next(_joins)
+    host, port, job = _meeting_point(info)
     # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses of dead
     # ones (seen with torchrun of torch 2.13). The same holds for a second join of a process. The computed
     # ports of two jobs may be equal, and then their ranks must not meet.
-    job = f"/{info.job_key}" if info.job_key else ""
-    prefix = f"paceline{job}/{info.restarts}{f'/again {join}' if join else ''}"
-    with contextlib.ExitStack() as until_all_met:
-        if store is not None:
-            pass
-        elif info.master is None and info.rank == 0:
-            served: dist.TCPStore = serve_here(timeout)
-            until_all_met.enter_context(_port_file(info, served.port))
-            store = served
-        elif info.master is None:
-            store = _connect(info, LOOPBACK, _read_port_file(info, timeout), timeout_s)
-        else:
-            host, _, port = info.master.rpartition(":")
-            hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if info.rank == 0 and not hosted_by_launcher:
-                store = _serve(info, host, int(port), timeout)
-                dist.PrefixStore(prefix, store).set(_SERVED, "")
-            else:
-                store = _connect(info, host, int(port), timeout_s)
-                # Rank 0 may not have closed its store of the last join, on the same port.
-                again = join > 0 and not hosted_by_launcher
-                while again and not _wait_for_this_join(
-                    dist.PrefixStore(prefix, store), info, timeout_s
-                ):
-                    store = _connect(info, host, int(port), timeout_s)
-        prefixed = dist.PrefixStore(prefix, store)
-        if info.rank == 0:
-            _wait_for_ranks(prefixed, info, timeout_s)
+    prefix = f"paceline{job}/{info.restarts}"
+    if (join := next(_joins)) > 0:
+        prefix += f"/again {join}"
+    store = store or _stores.get((host, port))
+    if store is None:
+        hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        connect = _serve if info.rank == 0 and not hosted_by_launcher else _connect
+        store = _stores[host, port] = connect(info, host, port, timeout_s)
+    prefixed = dist.PrefixStore(prefix, store)
     if info.rank == 0:
+        _wait_for_ranks(prefixed, info, timeout_s)
         prefixed.set(_MISSING, "[]")
     else:
         _wait_for_rank0(prefixed, info, timeout_s)
     return prefixed
 
 
-def _serve(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.Store:
+def _meeting_point(info: RankInfo) -> tuple[str, int, str]:
+    """The host and port of the store, and a prefix of its keys that names the job."""
+    if info.master is not None:
+        host, _, port = info.master.rpartition(":")
+        return host, int(port), f"/{info.job_key}" if info.job_key else ""
+    job = f"{info.launcher} {info.job_key or launching_process('hydra_')} {info.restarts}"
+    return LOOPBACK, computed_port(job, _LOCAL_PORTS), f"/{job}"
+
+
+def _serve(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Store:
     say = _say_waiting(info, host, port)
     try:
-        listener = listen_for(host, port, timeout.total_seconds(), say)
+        listener = listen_for(host, port, timeout_s, say)
     except OSError as error:
         raise cannot_listen(
             f"rank 0 cannot listen on {host}:{port}",
             port,
             error,
-            fix="choose another MASTER_PORT, or let `paceline run` choose one.",
+            fix="set MASTER_ADDR to this host and MASTER_PORT to another port, or use `paceline run`, which "
+            "chooses one.",
         ) from error
-    store: dist.Store = store_on(listener, timeout)
+    store: dist.Store = store_on(listener, timedelta(seconds=timeout_s))
     return store
 
 
@@ -157,17 +145,6 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
         ) from error
 
 
-def _wait_for_this_join(store: dist.Store, info: RankInfo, timeout_s: float) -> bool:
-    """Wait until rank 0 serves this store for this join. False: it was that of the last, and is closed."""
-    try:
-        store.wait([_SERVED], timedelta(seconds=timeout_s))
-    except dist.DistNetworkError:
-        return False
-    except dist.DistStoreError as error:
-        raise _absent(info, [0], timeout_s) from error
-    return True
-
-
 def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:
     keys = [f"met/{rank}" for rank in range(1, info.world_size)]
     try:
@@ -208,78 +185,3 @@ def _absent(info: RankInfo, missing: list[int], timeout_s: float) -> CollectiveT
         missing=missing,
         waited_s=timeout_s,
     )
-
-
-@contextlib.contextmanager
-def _port_file(info: RankInfo, port: int) -> Iterator[None]:
-    """Write the file in which the ranks of this job on this host find the store's port."""
-    path = _port_file_path(info)
-    with _exclusive_lock(path.parent):
-        _remove_stale(path.parent)
-        handle, scratch = tempfile.mkstemp(dir=path.parent)
-        os.write(handle, str(port).encode())
-        # The kernel releases the lock when this process ends, however it ends. A pid could not show that:
-        # the kernel reuses it, and another container may not see it.
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        os.replace(scratch, path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _read_port_file(info: RankInfo, timeout: timedelta) -> int:
-    path = _port_file_path(info)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError), path.open() as file:
-            # An unlocked file was left by an earlier job that was killed.
-            if _is_locked(file.fileno()):
-                return int(file.read())
-        time.sleep(0.01)
-    raise CollectiveTimeout(
-        f"rank 0 did not open a store within {timeout.total_seconds():g} s.",
-        where=rank_location(info.rank, info.world_size),
-        why=f"rank 0 ended before it joined, or sees another {path.parent} (as in another container).",
-        fix="see the log of rank 0; or export MASTER_ADDR=127.0.0.1 and a free MASTER_PORT.",
-        missing=[0],
-        waited_s=timeout.total_seconds(),
-    )
-
-
-def _is_locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _remove_stale(folder: Path) -> None:
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError), path.open() as file:
-            if not _is_locked(file.fileno()):
-                path.unlink()
-
-
-@contextlib.contextmanager
-def _exclusive_lock(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _port_file_path(info: RankInfo) -> Path:
-    key = f"{info.launcher} {info.job_key or launching_process('hydra_')} {info.restarts}"
-    return _port_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
-def _port_folder() -> Path:
-    # The launcher keeps its reports beside this folder, not in it.
-    folder = private_folder(runtime_folder()) / "rendezvous"
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -48,9 +48,7 @@ def _create(options: Any, _: Any) -> Any:
     if options.group_size == 1 or not can_hold_gloo():
         return gloo
     store = dist.PrefixStore("mpi", options.store)
-    communicator = world.open_communicator(
-        store, options.group_rank, options.group_size, options.timeout
-    )
+    communicator = world.open_communicator(store, options.group_rank, options.group_size)
     return MpiGroup(options, communicator, store, gloo)
 
 

