@@ -144,13 +144,13 @@ NAMES = (
     PrivateName(
         "torch.autograd.graph.Node._saved_target",
         why="nothing else tells how many targets each sample of a mean over tokens has",
-        without="`paceline verify` does not judge a mean over targets",
+        without="a mean over several targets in each sample is refused",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_ignore_index",
         why="nothing else tells which targets `cross_entropy` ignored",
-        without="`paceline verify` does not judge a mean over targets",
+        without="a mean over several targets in each sample is refused",
         of_objects=True,
     ),
     PrivateName(

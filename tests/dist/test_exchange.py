@@ -150,6 +150,27 @@ def test_a_slow_rank_is_no_error() -> None:
     assert len(first) == 4
 
 
+def _without_samples(job: Any) -> float:
+    """In a reproducible step of one micro-batch, all ranks but one have no samples."""
+    model = paceline.ddp(job, nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    for step in training.steps(until=1):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        step.update()
+        if job.rank == job.world_size - 1:  # it has the samples
+            time.sleep(2)
+        collectives.gather(job, None)
+    return float(model.module.weight.sum())
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_rank_without_samples_in_a_step_may_wait_after_it(nproc: int) -> None:
+    assert len(set(run_ranks(_without_samples, nproc=nproc))) == 1
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_all_ranks_know_who_called_what(rank: int) -> None:
     save = Header("training.save", 4, 0)

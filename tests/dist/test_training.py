@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from small_trainings import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from paceline.clock.step_clock import OTHER, clock
@@ -1059,6 +1060,14 @@ def _trained(optimizer: torch.optim.Optimizer) -> str:
     return digest([[local(t) for t in tensors], optimizer.param_groups[0]["lr"]])
 
 
+class _Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(*self.columns, strict=True))
+
+
 def _with_bad_sample(job: Any, kind: str, how: dict[str, Any]) -> Any:
     """Trains 10 steps. Returns what the bad step has changed, numbers of skipped steps, and the weights."""
     x, y = make_data().tensors
@@ -1068,8 +1077,9 @@ def _with_bad_sample(job: Any, kind: str, how: dict[str, Any]) -> Any:
     wrap = paceline.fsdp if kind == "fsdp" else paceline.ddp
     model = wrap(job, net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(x, y), shuffle=True)
-    batches = paceline.Batches(job, loader, global_batch=6, micro_batch=2)
+    shuffled = DataLoader(TensorDataset(x, y), shuffle=True)
+    data = _Stream(x, y) if kind == "stream" else shuffled
+    batches = paceline.Batches(job, data, global_batch=6, micro_batch=2)
     options = how | ({"reproducible": True} if kind == "reproducible" else {})
     training = paceline.Training(
         job, model, optimizer, batches, schedule=lambda step: 1 / (1 + step), **options
@@ -1107,7 +1117,7 @@ def test_a_step_with_a_bad_sample_is_left_out(kind: str, precision: str) -> None
         assert own == pytest.approx(weights[0], rel=1e-4 if precision == "fp32" else 0.1, abs=1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "stream"])
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_the_error_of_a_bad_sample_names_step_rank_and_sample(kind: str, nproc: int) -> None:
     steps = set()

@@ -51,6 +51,16 @@ def test_a_sum_is_not_taken_for_a_mean(kind: str) -> None:
         check_loss(loss, COUNT, None, str)
 
 
+def test_a_mean_over_targets_needs_as_many_in_each_sample() -> None:
+    out = torch.randn(2, 3, 4, requires_grad=True)
+    targets = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 1]])
+    check_loss(F.cross_entropy(out, targets), 2, None, str)
+    check_loss(F.cross_entropy(out, targets.fill_diagonal_(-100)), 2, None, str)
+    targets = torch.tensor([[0, 1, 2, 0], [1, 2, -100, -100]])  # 6 targets, a multiple of 2
+    with pytest.raises(StepError, match="a mean over a total weight of 6, but the count is 2"):
+        check_loss(F.cross_entropy(out, targets), 2, None, str)
+
+
 def test_a_mean_that_a_sum_has_computed_is_said() -> None:
     tasks = torch.stack([F.cross_entropy(OUT[:, i:], TARGETS) for i in range(4)]).sum()
     with pytest.raises(StepError, match='reduction="mean" if a sum has computed a mean'):

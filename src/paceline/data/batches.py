@@ -6,7 +6,7 @@ stream).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -252,15 +252,15 @@ class Batches:
             log.logger.warning("%s", error)
         return None
 
-    def samples_at(self, seed: int, epoch: int, begin: int, end: int) -> list[int]:
+    def samples_at(self, seed: int, epoch: int, places: Sequence[int]) -> list[int]:
         """The indices in the dataset of the samples at these places of an epoch; of a stream, the places.
 
         Collective: none.
         """
-        places = np.arange(begin, end, dtype=np.int64)
-        if self._plan is not None:
-            places = look_up(self._plan.order(seed, epoch), places)
-        return places.tolist()
+        if self._plan is None:
+            return list(places)
+        indices: list[int] = look_up(self._plan.order(seed, epoch), np.array(places)).tolist()
+        return indices
 
     def align(self) -> None:
         """Cut each step into micro-batches that are the same on any number of ranks.

@@ -132,7 +132,8 @@ class MapLoader(Loader):
                 batch = to_device(batch, self._device, pin=self._pins and self._workers is None)
             if not is_padding:
                 self.record_delivered(ids)
-            yield MicroBatch(batch, end - begin, place, number == last, is_padding)
+            places = range(place, offset + end)
+            yield MicroBatch(batch, places, is_last=number == last, is_padding=is_padding)
             number += 1
 
     def _take(self, workers: Workers, number: int) -> tuple[torch.Tensor, Any]:

@@ -13,7 +13,7 @@ Rank and number of ranks are arguments: nothing here depends on the job or the e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,20 +66,22 @@ class MicroBatch:
     Attributes:
         batch: the result of the collate function, on the job's device.
         count: number of samples in it, at least 1.
-        offset: place in the epoch of its first sample. It identifies the micro-batch on any number of ranks.
+        places: places in the epoch of its samples.
+        offset: the first of them. It identifies the micro-batch on any number of ranks.
         is_last: whether it is this rank's last micro-batch of the step.
         is_padding: whether it is one real sample that must have weight 0, given to a rank that has fewer
             micro-batches than others.
     """
 
-    __slots__ = ("batch", "count", "is_last", "is_padding", "offset")
+    __slots__ = ("batch", "count", "is_last", "is_padding", "offset", "places")
 
     def __init__(
-        self, batch: Any, count: int, offset: int, is_last: bool, is_padding: bool
+        self, batch: Any, places: Sequence[int], *, is_last: bool, is_padding: bool = False
     ) -> None:
         self.batch = batch
-        self.count = count
-        self.offset = offset
+        self.places = places
+        self.count = len(places)
+        self.offset = places[0]
         self.is_last = is_last
         self.is_padding = is_padding
 

@@ -453,7 +453,7 @@ class StreamLoader(Loader):
             number -= 1
             self.record_delivered(torch.tensor(places, dtype=torch.int64))
             moved = to_device(batch, self._device, pin=pin)
-            yield MicroBatch(moved, len(places), places[0], number == 0, False)
+            yield MicroBatch(moved, places, is_last=number == 0)
         padding = self._padding if part.padding is None else part.padding
         while number:
             number -= 1
@@ -465,7 +465,7 @@ class StreamLoader(Loader):
                     why=f"`shard(0, {self._plan.size})` is empty, but another shard is not.",
                 )
             moved = to_device(padding, self._device, pin=pin)
-            yield MicroBatch(moved, 1, offset, number == 0, True)
+            yield MicroBatch(moved, [offset], is_last=number == 0, is_padding=True)
 
     def _parts(self, position: Position, epochs: int, equal: bool) -> Iterator[Part | End]:
         """This rank's parts in the order of the steps, and one `End` after each epoch."""

@@ -211,9 +211,8 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
-        # DataLoader ends the workers of an iterator that is freed. A traceback may keep it.
+        self.kill()  # first: a freed iterator of DataLoader waits for its workers
         self._results = self._loader = None
-        self.kill()
         self._processes.clear()
 
 

@@ -22,12 +22,20 @@ from paceline.job.job import Job
 T = TypeVar("T")
 
 
-def gather(job: Job, value: Any, *, call: str = "gather", fix: str = ON_EVERY_RANK) -> list[Any]:
+def gather(
+    job: Job,
+    value: Any,
+    *,
+    call: str = "gather",
+    fix: str = ON_EVERY_RANK,
+    has_timeout: bool = True,
+) -> list[Any]:
     """The values of all ranks, in rank order. A value may be anything that JSON can represent.
 
     Args:
         call: Which call of the user it belongs to, for the error.
         fix: What to do if only some ranks make the call.
+        has_timeout: Whether the other ranks must come within the timeout of the job.
 
     Raises:
         StepError: on all ranks, if some made another call instead, or went on without one.
@@ -37,7 +45,7 @@ def gather(job: Job, value: Any, *, call: str = "gather", fix: str = ON_EVERY_RA
     """
     if job.exchange is None:
         return [json.loads(json.dumps(value))]
-    return job.exchange.gather(call, value, fix=fix)
+    return job.exchange.gather(call, value, fix=fix, has_timeout=has_timeout)
 
 
 def gather_tensors(

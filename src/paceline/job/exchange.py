@@ -12,6 +12,7 @@ each rank reads that, and sends a header on behalf of its rank if the rank has p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -202,9 +203,7 @@ class Exchange:
         self, pending: Pending, *, fix: str = ON_EVERY_RANK, has_timeout: bool = True
     ) -> list[Header]:
         if not self._wait(pending.work, timedelta(seconds=_GRACE_S)):
-            waiting = json.dumps([pending.number, *self.place])
-            self._store.set(f"{_WAITING}/{self._rank}", waiting)
-            self._store.set(_WAITING, waiting)
+            self._say_waiting(pending.number)
             timeout_s = self._timeout_s if has_timeout else math.inf
             if not self._wait_long(pending.work, timeout_s):
                 raise self._timeout_error(pending.number)
@@ -217,12 +216,26 @@ class Exchange:
             raise disagreement(headers, self._rank, fix=fix)
         return headers
 
+    def _say_waiting(self, number: int) -> None:
+        waiting = json.dumps([number, *self.place])
+        # Where rank 0 serves the store, it may have left the job, and the store with it, just after it sent
+        # its row; the row then arrives.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_WAITING}/{self._rank}", waiting)
+            self._store.set(_WAITING, waiting)
+
+    def _failure_of_peer(self) -> PeerFailed | None:
+        try:
+            return self._failure()
+        except RuntimeError:
+            return None  # as above
+
     def _wait_long(self, work: dist.Work, timeout_s: float = math.inf) -> bool:
         """As `_wait`. A peer that failed, and whose process goes on, keeps its connections: see its mark."""
         deadline = time.monotonic() + timeout_s
         # In parts, because Python handles no signal while it waits in native code.
         while not self._wait(work, timedelta(seconds=1)):
-            if (failure := self._failure()) is not None:
+            if (failure := self._failure_of_peer()) is not None:
                 raise failure
             if time.monotonic() > deadline:
                 return False

@@ -81,7 +81,9 @@ def snapshot(device: torch.device) -> torch.Tensor:
         "torch": torch.get_rng_state().tolist(),
         "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
     }
-    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+    # One size, so that the plan of a checkpoint can be used again; JSON allows blanks at the end.
+    text = json.dumps(states).encode().ljust(1 << 16)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def restore(device: torch.device, saved: torch.Tensor) -> None:

@@ -125,7 +125,9 @@ class ExactStrategy(Strategy):
                 self._earlier_forwards = self._num_forwards()
                 # The loop may change its batch in place, and must get it unchanged if the step is repeated.
                 batch = copy_tensors(each.batch)
-                yield MicroBatch(batch, each.count, each.offset, each.is_last, each.is_padding)
+                yield MicroBatch(
+                    batch, each.places, is_last=each.is_last, is_padding=each.is_padding
+                )
             is_done = self._end_micro_batches()
 
     def _num_forwards(self) -> torch.Tensor:

@@ -34,11 +34,10 @@ _MAX_STEPS_PER_WORD = 128
 
 
 class MicroBatchLoss(NamedTuple):
-    """The loss of the samples at places `[begin, end)` of an epoch, shape (), on any device."""
+    """The loss of the samples at some places of an epoch, shape (), on any device."""
 
     epoch: int
-    begin: int
-    end: int
+    places: Sequence[int]
     loss: torch.Tensor
 
 
@@ -121,8 +120,7 @@ class Control:
     """Collects the values of this rank, and exchanges them.
 
     Args:
-        samples_at: The indices in the dataset of the samples at places `[begin, end)` of an epoch, from
-            `(epoch, begin, end)`.
+        samples_at: The indices in the dataset of the samples at places of an epoch, from `(epoch, places)`.
         skips_non_finite: Whether a loss that is NaN or infinite is logged; otherwise it is an error.
 
     Attributes:
@@ -138,7 +136,7 @@ class Control:
     def __init__(
         self,
         job: Job,
-        samples_at: Callable[[int, int, int], list[int]],
+        samples_at: Callable[[int, Sequence[int]], list[int]],
         *,
         skips_non_finite: bool,
     ) -> None:
@@ -296,8 +294,8 @@ class Control:
 
     def gather_bad_samples(self, losses: list[MicroBatchLoss]) -> dict[int, list[int]]:
         """By rank, the samples of the micro-batches whose loss is NaN or infinite. All ranks call it."""
-        bad = {each[:3] for each in losses if not math.isfinite(each.loss.item())}
-        own = [sample for places in sorted(bad) for sample in self._samples_at(*places)]
+        bad = {(each.epoch, *each.places) for each in losses if not math.isfinite(each.loss.item())}
+        own = [s for epoch, *places in sorted(bad) for s in self._samples_at(epoch, places)]
         everyone = collectives.gather(self._job, own)
         return {rank: samples for rank, samples in enumerate(everyone) if samples}
 

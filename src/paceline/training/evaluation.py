@@ -176,7 +176,9 @@ def evaluate(
     )
     if sharded:
         free_gathered(model)
-    results = [_RankResults(**each) for each in collectives.gather(job, vars(own_results))]
+    # A rank may have a batch more than others, or read it slowly.
+    everyone = collectives.gather(job, vars(own_results), call="evaluate", has_timeout=False)
+    results = [_RankResults(**each) for each in everyone]
     if any(each.is_preempted for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)

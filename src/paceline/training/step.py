@@ -180,8 +180,9 @@ class Step:
         context, planned = self._context, self._planned
         for record in self._records:
             record.trained.clear_gradients_if_extended()
-        if context.strategy.needs_equal_micro_batches:
-            self._begin_collectives()  # forwards are collectives
+        # Forwards are collectives, or this rank has none and goes straight to the sum of the gradients.
+        if context.strategy.needs_equal_micro_batches or not planned.num_micro_batches:
+            self._begin_collectives()
         clock.enter(DATA)
         for micro in context.strategy.micro_batches(planned):
             if self._num_begun == planned.num_micro_batches:  # the strategy repeats the step
@@ -422,8 +423,7 @@ class Step:
         start = self._context.start_of(scaled, divisor, count if reduction == "mean" else 1)
         unit = self._context.strategy.loss_unit
         own = weight.as_sum(loss.detach(), count, reduction, unit)
-        end = micro.offset + micro.count
-        self._micro_losses.append(MicroBatchLoss(self.epoch, micro.offset, end, own))
+        self._micro_losses.append(MicroBatchLoss(self.epoch, micro.places, own))
         return start, own
 
     def update(

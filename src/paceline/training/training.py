@@ -177,8 +177,8 @@ class Training:
         kind = strategy_for(self.job, self.models, reproducible=self.reproducible)
         return kind(self.job, self.models, self.optimizers, self.batches)
 
-    def _samples_at(self, epoch: int, begin: int, end: int) -> list[int]:
-        return self.batches.samples_at(self.position.seed, epoch, begin, end)
+    def _samples_at(self, epoch: int, places: Sequence[int]) -> list[int]:
+        return self.batches.samples_at(self.position.seed, epoch, places)
 
     @property
     def num_skipped(self) -> int:

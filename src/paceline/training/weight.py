@@ -190,15 +190,25 @@ def check_loss(
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
     if count is None or total is None or total.device.type != "cpu":
         return
-    targets = torch_private.attribute(f"{_NODE}._saved_target", node)
-    # The same number of targets in each sample gives a multiple of the count.
-    if float(total) % count or (targets is not None and float(total) > targets.numel()):
+    if float(total) != count and float(total) != count * _targets_per_sample(node, count):
         raise StepError(
             f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
             where=where(),
             why="its targets are tokens, or have class weights, or some are ignored (ignore_index).",
             fix='use Training(..., count="tokens") and pass that total as count.',
         )
+
+
+def _targets_per_sample(node: Any, count: int) -> float:
+    """The number of targets of each of `count` samples that a loss does not ignore; NaN if they differ."""
+    targets = torch_private.attribute(f"{_NODE}._saved_target", node)
+    ignored = torch_private.attribute(f"{_NODE}._saved_ignore_index", node)
+    if targets is None or ignored is None or not count or targets.numel() % count:
+        return math.nan
+    # torch returns a negative index as an unsigned number of 64 bits.
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    numbers = (targets.reshape(count, -1) != ignored).sum(1)
+    return float(numbers[0]) if bool((numbers == numbers[0]).all()) else math.nan
 
 
 def check_count(
