@@ -2,12 +2,12 @@
 
     python benchmarks/frameworks.py [--rounds 7] [--only tiny|comm|comp] [--ranks 2]
 
-The workloads are those of `steps.py`. Each side runs as its own job with the backend that it chooses itself:
-Gloo, or shared memory for Paceline. `paceline run` starts all jobs, with one thread per rank; the sides take
-turns in each round. A round reports the median step time on the slower rank. The table shows medians over
-rounds, and the ratio of each round to plain DDP with its middle half. All sides see the same samples in the
-same order and must end with the same weights. Frameworks that are not installed are skipped
-(`pip install 'paceline[bench]'`).
+The workloads are those of `steps.py`. In each round, each side runs all workloads in one job of its own, with
+the backend that it chooses itself: Gloo, or shared memory for Paceline. `paceline run` starts all jobs, with
+one thread per rank; the sides take turns. A round reports the median step time on the slower rank. The table
+shows medians over rounds, and the ratio of each round to plain DDP with its middle half. All sides see the
+same samples in the same order and must end with the same weights. Frameworks that are not installed are
+skipped (`pip install 'paceline[bench]'`).
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Rank:
             yield x_all[ids], y_all[ids]
 
     def plain_ddp(self) -> Iterator[None]:
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
         yield from plain_loop(self.work, self.data, self.mine, model)
-        dist.destroy_process_group()
 
     def paceline(self) -> Iterator[None]:
         with paceline.join() as job:
@@ -113,7 +113,6 @@ class Rank:
                 optimizer.step()
                 optimizer.zero_grad()
             yield
-        accelerator.end_training()
 
     def fabric(self) -> Iterator[None]:
         from lightning.fabric import Fabric
@@ -180,21 +179,26 @@ SIDES = {
 }
 
 
-def as_rank(side: str, name: str, folder: Path) -> None:
-    """Run one round of a side, and write the step time and the weights to `folder`."""
+def as_rank(side: str, names: list[str], folder: Path) -> None:
+    """Run one round of a side, and write the step times and the weights to `folder`."""
     warnings.filterwarnings("ignore")
     for noisy in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    rank = Rank(name, str(folder / "orders.pt"))
-    times = rank.run(side)
-    step_us = 1e6 * statistics.median(times[len(times) // 4 :])
-    (folder / f"{rank.rank}.json").write_text(json.dumps(step_us))
-    if rank.rank == 0:
-        torch.save(rank.model.state_dict(), folder / f"{side}.pt")
+    step_us = {}
+    for name in names:
+        rank = Rank(name, str(folder / f"{name}-orders.pt"))
+        times = rank.run(side)
+        step_us[name] = 1e6 * statistics.median(times[len(times) // 4 :])
+        if rank.rank == 0:
+            torch.save(rank.model.state_dict(), folder / f"{name}-{side}.pt")
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(step_us))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def one_round(side: str, name: str, ranks: int, folder: Path) -> float:
+def one_round(side: str, names: list[str], ranks: int, folder: Path) -> dict[str, float]:
+    """Run all workloads in one job. Return the step time of each on the slower rank, in microseconds."""
     words = [
         sys.executable,
         "-m",
@@ -203,42 +207,51 @@ def one_round(side: str, name: str, ranks: int, folder: Path) -> float:
         f"--nproc-per-node={ranks}",
         "--hang-after=60",
     ]
-    words += [__file__, "--side", side, "--only", name, "--folder", str(folder)]
+    words += [__file__, "--side", side, "--folder", str(folder), "--only", *names]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(words, env=environ, check=True, timeout=600, stdout=subprocess.DEVNULL)
-    return max(json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks))
+    times = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: max(of_rank[name] for of_rank in times) for name in names}
 
 
-def measure(name: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
+def measure(names: list[str], ranks: int, rounds: int) -> list[dict[str, Any]]:
     sides = [side for side, module in SIDES.items() if importlib.util.find_spec(module)]
-    found: dict[str, list[float]] = {side: [] for side in sides}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        torch.save(run_ranks(order, name, nproc=ranks), folder / "orders.pt")
+        for name in names:
+            torch.save(run_ranks(order, name, nproc=ranks), folder / f"{name}-orders.pt")
         for _ in range(rounds):
             for side in sides:
-                found[side].append(one_round(side, name, ranks, folder))
-        weights = {side: torch.load(folder / f"{side}.pt") for side in sides}
+                found[side].append(one_round(side, names, ranks, folder))
+        for name in names:
+            refuse_other_weights({side: torch.load(folder / f"{name}-{side}.pt") for side in sides})
+    return [row(name, ranks, side, found) for name in names for side in sides]
+
+
+def refuse_other_weights(weights: dict[str, dict[str, torch.Tensor]]) -> None:
     for side, state in weights.items():
         for key, value in weights["plain_ddp"].items():
             assert torch.allclose(state[key], value, atol=1e-4), (
                 f"{side} ended with a different {key}"
             )
-    rows = []
-    for side, values in found.items():
-        ratios = sorted(v / b for v, b in zip(values, found["plain_ddp"], strict=True))
-        cut = len(ratios) // 4
-        rows.append(
-            {
-                "workload": name,
-                "ranks": ranks,
-                "side": side,
-                "step_us": statistics.median(values),
-                "of_plain_ddp": statistics.median(ratios),
-                "spread": [ratios[cut], ratios[-1 - cut]],
-            }
-        )
-    return rows
+
+
+def row(
+    name: str, ranks: int, side: str, found: dict[str, list[dict[str, float]]]
+) -> dict[str, Any]:
+    plain = [times[name] for times in found["plain_ddp"]]
+    values = [times[name] for times in found[side]]
+    ratios = sorted(v / b for v, b in zip(values, plain, strict=True))
+    cut = len(ratios) // 4
+    return {
+        "workload": name,
+        "ranks": ranks,
+        "side": side,
+        "step_us": statistics.median(values),
+        "of_plain_ddp": statistics.median(ratios),
+        "spread": [ratios[cut], ratios[-1 - cut]],
+    }
 
 
 def main() -> None:
@@ -250,9 +263,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        as_rank(options.side, options.only[0], options.folder)
+        as_rank(options.side, options.only, options.folder)
         return
-    rows = [row for name in options.only for row in measure(name, options.ranks, options.rounds)]
+    rows = measure(options.only, options.ranks, options.rounds)
     publish("frameworks", rows, rounds=options.rounds)
 
 
