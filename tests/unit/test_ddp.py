@@ -41,8 +41,3 @@ def test_bucket_size_must_be_positive(bucket_mb: Any) -> None:
         pytest.raises(ConfigError, match="bucket_mb"),
     ):
         paceline.ddp(job, nn.Linear(1, 1), bucket_mb=bucket_mb)
-
-
-def test_find_unused_has_no_effect_with_a_static_graph() -> None:
-    with paceline.join() as job, pytest.raises(ConfigError, match="no effect with static_graph"):
-        paceline.ddp(job, nn.Linear(1, 1), find_unused=True, static_graph=True)

@@ -7,35 +7,28 @@ DDP reduces the gradients.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline import torch_private
 from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError, listed
 from paceline.job.job import Job
-from paceline.parallel.compression import (
-    PowerSGD,
-    compress_gradients,
-    is_power_sgd,
-    refuse_compression,
-)
 from paceline.parallel.modules import (
     agree_on_parameters,
-    allocate_meta,
     equalize_buffers,
     find_wrapper,
     has_sparse_layer,
     owned_parameters,
     refuse_module,
-    refuse_unfilled,
     refuse_wrapped,
     unreached_error,
     unwrap,
@@ -47,6 +40,10 @@ from paceline.shm.group import ShmGroup
 DEFAULT_BUCKET_MB = 25.0
 # Attribute of a wrapper: the names and parameters that were trainable when DDP wrapped the model.
 _KNOWN = "_paceline_known"
+_CASTS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
 
 
 class Replica(DistributedDataParallel):
@@ -56,7 +53,7 @@ class Replica(DistributedDataParallel):
         compress: As given to `ddp`.
     """
 
-    compress: str | PowerSGD | None = None
+    compress: str | None = None
 
 
 def ddp(
@@ -64,10 +61,8 @@ def ddp(
     module: nn.Module,
     *,
     bucket_mb: float = DEFAULT_BUCKET_MB,
-    static_graph: bool = False,
     find_unused: bool = False,
-    compress: str | PowerSGD | None = None,
-    init: Callable[[nn.Module], None] | None = None,
+    compress: str | None = None,
 ) -> nn.Module:
     """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
@@ -78,14 +73,9 @@ def ddp(
     Args:
         bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. Over Gloo and
             NCCL, on 3 and more ranks, the size changes the order of sums and so the last bits.
-        static_graph: Promise that all steps use the same parameters in the same way.
         find_unused: Search each forward for parameters that it does not use, or that are frozen. Slower.
-        compress: Compress gradients before they are sent: "fp16" or "bf16" casts them, "powersgd" or
-            `PowerSGD(rank=4)` approximates them. For slow networks; the result is no longer that of one
-            process. PowerSGD begins anew when a training is resumed.
-        init: For a module on the meta device: called with each submodule that has parameters or buffers of
-            its own, when these are allocated, to fill them. None calls `reset_parameters`. Tied parameters
-            stay tied.
+        compress: "fp16" or "bf16" casts gradients before they are sent, by torch's communication hooks. For
+            slow networks; the result is no longer that of one process.
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
@@ -95,23 +85,17 @@ def ddp(
 
     Collective: all ranks, once for each model, in the same order.
     """
-    _refuse_options(bucket_mb, static_graph, find_unused)
-    refuse_compression(compress, sparse=has_sparse_layer(module))
+    _refuse_options(bucket_mb, compress, sparse=has_sparse_layer(module))
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(
             f"ddp keeps the whole model on each rank, but the mesh is {job.mesh}.",
             fix="use paceline.fsdp, or Mesh(dp_replicate=-1).",
         )
-    if any(p.is_meta for p in module.parameters()):
-        refuse_unfilled(module, init)
-        allocate_meta(module, job.device, init)
-    elif init is not None:
-        raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
     refuse_module(job, module, wrap="paceline.ddp")
     if job.data.group is None:
         return module
-    agree_on_parameters(job, module, f"{bucket_mb=}, {static_graph=}, {find_unused=}, {compress=}")
+    agree_on_parameters(job, module, f"{bucket_mb=}, {find_unused=}, {compress=}")
     try:
         wrapper = Replica(
             module,
@@ -119,7 +103,6 @@ def ddp(
             process_group=job.data.group,
             bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else float(bucket_mb),
             find_unused_parameters=find_unused,
-            static_graph=static_graph,
             gradient_as_bucket_view=True,
             **_no_buffer_broadcast(),
         )
@@ -128,23 +111,31 @@ def ddp(
             job.data.group.share_gradients(p for _, p in known)
         if compress is not None:
             wrapper.compress = compress
-            compress_gradients(job, wrapper, compress)
+            cast, group = _CASTS[compress], job.data.group
+            # A function with another name: torch refuses its bf16 hook by name on CPU. Without annotations,
+            # which torch would compare with its own types.
+            wrapper.register_comm_hook(None, lambda state, bucket: cast(group, bucket))
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
     return wrapper
 
 
-def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> None:
+def _refuse_options(bucket_mb: Any, compress: Any, *, sparse: bool) -> None:
     if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
         raise ConfigError(
             f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",
             fix=f"leave bucket_mb out ({DEFAULT_BUCKET_MB:g} MiB), or give a number.",
         )
-    if static_graph and find_unused:
+    if compress is None:
+        return
+    if compress not in ("fp16", "bf16"):
+        raise ConfigError(f"compress must be 'fp16', 'bf16' or None, got {compress!r}.")
+    if sparse:
         raise ConfigError(
-            "find_unused has no effect with static_graph, which finds unused parameters itself.",
-            fix="leave one of them out.",
+            "compression cannot be combined with sparse gradients.",
+            why="torch does not cast them.",
+            fix="leave compress out, or build the layers with sparse=False.",
         )
 
 
@@ -185,7 +176,12 @@ class DDPStrategy(Strategy):
         self.divisor = self._job.data.size
         self.needs_equal_micro_batches = True
         self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
-        self._refuse_static_accumulation(batches)
+        if any(wrapper.static_graph for wrapper in self._wrappers):
+            raise ConfigError(
+                "DistributedDataParallel(static_graph=True) is not supported.",
+                why="torch records the graph in the first backward, which accumulation would not reduce.",
+                fix="leave static_graph out; find_unused_parameters=True allows unused parameters.",
+            )
         # For each optimizer: how many parameters it had at the last check, and how many of them a gradient.
         self._numbers_checked: dict[int, tuple[int, int]] = {}
         self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
@@ -197,28 +193,8 @@ class DDPStrategy(Strategy):
                 if any(id(p) in owned for p in wrapper.module.parameters())
             ]
 
-    def _refuse_static_accumulation(self, batches: Batches) -> None:
-        """torch's DDP records a static graph in its first backward, which must be a reduced one."""
-        share = -(-batches.global_batch // self._job.data.size)
-        most = num_micro_batches(share, batches.micro_batch)
-        if most > 1 and any(wrapper.static_graph for wrapper in self._wrappers):
-            raise ConfigError(
-                f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",
-                fix="leave static_graph out, or make micro_batch the rank's whole share.",
-            )
-
     def check(self) -> None:
         check_parameters(self._job, self._models, self._optimizers)
-
-    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
-        may_skip = precision == "fp16" or skips_non_finite
-        if may_skip and any(is_power_sgd(getattr(w, "compress", None)) for w in self._wrappers):
-            option = "precision='fp16'" if precision == "fp16" else "on_non_finite='skip'"
-            raise ConfigError(
-                f"{option} cannot be combined with PowerSGD.",
-                why="NaN or infinity in a gradient corrupts PowerSGD's error feedback.",
-                fix="use precision='bf16' and on_non_finite='raise', or compress='fp16'.",
-            )
 
     def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
         for micro in super().micro_batches(step):
@@ -277,15 +253,16 @@ def _refuse_unused(
             check(wrapper.reducer)
     except RuntimeError as error:
         cause = error
-    lenient = wrapper.find_unused_parameters or wrapper.static_graph
     # After a finished reduction every parameter has a gradient. If none has one, the reduction never began.
     known = known_parameters(wrapper)
-    if cause is None and (lenient or known[0][1].grad is not None):
+    if cause is None and (wrapper.find_unused_parameters or known[0][1].grad is not None):
         return
     names = [name for name, p in known if p.grad is None]
     why = "DDP waits for the gradient of each trainable parameter in the step's last backward."
-    option = "leave static_graph out" if wrapper.static_graph else "ddp(..., find_unused=True)"
-    fix = f"freeze unused parameters with requires_grad_(False) before ddp(...), or {option}."
+    fix = (
+        "freeze unused parameters with requires_grad_(False) before ddp(...), or use "
+        "ddp(..., find_unused=True)."
+    )
     if len(optimizers) > 1:
         fix += " One loss that serves several optimizers: step.backward(loss) without optimizer=."
     if names:
