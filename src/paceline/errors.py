@@ -166,6 +166,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def count_of(number: int | str, what: str) -> str:
+    """A number of things, such as `1 node` and `2 nodes`."""
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"
+
+
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     """Format ranks as "rank 3" or "ranks 0, 2-5 and 7"; as "all ranks" if all of `world_size` are named."""
     numbers = sorted(ranks)

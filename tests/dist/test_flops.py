@@ -14,6 +14,7 @@ import paceline
 from paceline.clock.record import read_record
 from paceline.metrics.flops import facts, peak_of, utilisation
 from paceline.report.run import load
+from paceline.report.sections import sections
 from paceline.testing import run_ranks
 
 
@@ -58,6 +59,8 @@ def test_the_report_of_a_run_has_it(tmp_path: Path) -> None:
     run_ranks(_train, str(tmp_path), nproc=2)
     assert read_record(tmp_path).run["flops"] == 2e6
     run = load(str(tmp_path))
-    value, words = run.utilisation.split(" ", 1)
+    table = sections(run)[0].table
+    assert table is not None
+    value, words = dict(table.rows)["use of the devices"].split(" ", 1)
     assert words == "TFLOP/s a rank"
-    assert float(value) == pytest.approx(run.samples_per_s * 2e6 / 2 / 1e12, rel=0.01)
+    assert float(value) == pytest.approx(run.rate * 2e6 / 2 / 1e12, rel=0.01)

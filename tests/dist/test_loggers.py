@@ -8,8 +8,10 @@ import io
 import json
 import logging
 import math
+import re
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,8 @@ from wandb_files import read_wandb
 import paceline
 from paceline.clock.record import read_record
 from paceline.errors import ConfigError, RankDisagreement
-from paceline.metrics.clock_file import choose_window_s
 from paceline.metrics.logger import BackgroundLogger
-from paceline.metrics.progress import Progress
 from paceline.metrics.report import Report
-from paceline.metrics.step_loss import StepTotal
 from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -225,12 +224,6 @@ def test_a_table_of_another_program_is_not_overwritten(tmp_path: Path, text: str
     assert path.read_text() == text
 
 
-def test_the_lines_of_the_clock_become_rarer() -> None:
-    at_s = [0, 5, 100, 3600, 7200, 86_400]
-    assert [choose_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
-    assert choose_window_s(100, ranks=4096) == 32
-
-
 def test_rows_that_were_cut_are_left_out_of_a_resumed_table(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("step,epoch,loss\n1,0,0.5\n2\n,0,0.7\n3,0,0.25\n4,0,0.1")
@@ -318,17 +311,21 @@ def test_a_gpu_that_tells_nothing_stops_no_training(
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_names_with_brackets_are_shown_as_they_are(
+def test_the_display_has_the_step_the_rate_and_the_values(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, width=200)
     monkeypatch.setattr("paceline.metrics.progress.Console", lambda stderr: console)
-    progress = Progress()
-    progress.begin(0, 3)
-    progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": math.nan}, "10 samples/s")
-    progress.end()
-    assert "epoch 1  10 samples/s  loss[bold] 0.5  [/x] nan" in shown.getvalue()
+    with paceline.join() as job:
+        training = _training(job)
+        training.report(progress=True)
+        for _ in _train(training):
+            time.sleep(0.05)  # the first window ends after 0.1 s
+            training.log(**{"loss[bold]": 0.5, "[/x]": math.nan})
+    last = shown.getvalue().partition("step 6/6")[2]
+    assert re.search(r"epoch 2  \d+ samples/s  loss\[bold\] 0\.5  \[/x\] nan", last)
+    assert ("rank 0 " in last) == is_terminal
 
 
 def _steps_in(folder: Path) -> list[int]:
@@ -499,31 +496,6 @@ def test_a_further_loop_reads_the_file_only_to_go_back(tmp_path: Path) -> None:
     assert [(line["step"], line["time_s"]) for line in steps] == [(1, 0.25), (2, 0.5), (3, 9.0)]
 
 
-@pytest.mark.parametrize(("unit", "samples", "count"), [("samples", 4, 9), ("tokens", 1, 4)])
-def test_the_rate_counts_the_samples_or_tokens_of_all_steps(
-    unit: str, samples: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[tuple[Any, ...]] = []
-    now = 100.0
-    monkeypatch.setattr("paceline.metrics.report.time.perf_counter", lambda: now)
-    monkeypatch.setattr(
-        "paceline.metrics.progress.Progress.show", lambda self, *values: shown.append(values)
-    )
-    with paceline.join() as job:
-        report = Report(job)
-        report.open(None, progress=True, tensorboard=False, loggers=[])
-        report.begin(0, None, dict, unit=unit)
-        for step in range(1, 7):
-            now += 0.5
-            report.count(epoch=step // 4, num_samples=samples)
-            if step == 3:
-                report.keep_values(step, 0, {"value": 1}, "rank0")
-            report.write([StepTotal(step=step, loss_sum=1.0, count=count)], reduce=False)
-    rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
-    assert rates[1:] == [(step, step // 4, f"8 {unit}/s") for step in range(2, 7)]  # 4 in 0.5 s
-    assert [values for _, _, values, *_ in shown] == [{}] * 2 + [{"value": 1}] * 4
-
-
 def _differ(job: Any, kind: str) -> None:
     training = _training(job)
     for step in _train(training, epochs=9):
@@ -575,11 +547,3 @@ def test_wrong_use_is_refused() -> None:
                 with pytest.raises(paceline.StepError, match="inside the loop"):
                     method()
         training.state_dict()
-
-
-def test_a_logger_that_is_forgotten_is_closed() -> None:
-    kept = Kept()
-    logger = BackgroundLogger(kept)
-    logger.log(1, {})
-    del logger
-    assert list(kept.values) == [1, 0]

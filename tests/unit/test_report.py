@@ -117,39 +117,6 @@ def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
     assert "it is not known where its time went" in text
 
 
-def test_what_is_missing_is_told(tmp_path: Path) -> None:
-    write_run(tmp_path / "old")
-    (tmp_path / "old" / record.FILE).unlink()
-    assert "made by an older version" in load(str(tmp_path / "old")).missing[0]
-
-    write_run(tmp_path / "torn")
-    for name in (record.FILE, "metrics.jsonl"):
-        path = tmp_path / "torn" / name
-        path.write_bytes(path.read_bytes()[:-30])
-    assert load(str(tmp_path / "torn")).missing == [
-        f"The last line of {name} is incomplete: the run writes it now, or was interrupted."
-        for name in (record.FILE, "metrics.jsonl")
-    ]
-
-    write_run(tmp_path / "started")
-    path = tmp_path / "started" / record.FILE
-    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
-    (tmp_path / "started" / "metrics.jsonl").unlink()
-    run = load(str(tmp_path / "started"))
-    assert run.missing[0] == "No step has been measured yet."
-    assert "No step has been measured yet." in _markdown(tmp_path / "started")
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
-        load(str(tmp_path))
-    assert command.main([str(tmp_path)]) == ExitCode.DATA
-    assert command.main([str(tmp_path / "gone")]) == ExitCode.DATA
-    err = capsys.readouterr().err
-    assert "is not the folder of a run" in err
-    assert "gone does not exist." in err
-
-
 def test_files_that_are_empty_or_may_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,14 +156,6 @@ def test_lines_of_another_form_are_left_out(tmp_path: Path, name: str, line: Any
     with path.open("a") as file:
         file.write(json.dumps(last | line if isinstance(line, dict) else line) + "\n")
     assert f"Damaged and left out: 1 line of {name}." in _markdown(tmp_path)
-
-
-def test_many_ranks_are_summarised(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=4096, steps=50, window=10)
-    text = _markdown(tmp_path)
-    assert "The 16 slowest of 4096 ranks are shown" in text
-    assert "rank 4095 is slow" in text
-    assert len(text) < 20_000
 
 
 @pytest.mark.ci

@@ -13,14 +13,12 @@ import pytest
 from rich.console import Console
 from run_folders import write_folder
 
-from paceline.cli import top as command
 from paceline.clock import record
 from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES
-from paceline.exit_codes import ExitCode
-from paceline.metrics.live import RankBars, choose_ranks, letters
-from paceline.report.frame import follow, frame, read
-from paceline.report.run import RunReader, load
+from paceline.metrics.live import RankBars, letters
+from paceline.report.frame import read
+from paceline.report.run import load
 
 NOW = 1e9 + 21.0
 
@@ -34,9 +32,11 @@ def _write(folder: Path, *, ranks: int = 2, last: int = 20, **facts: Any) -> Non
 
 
 def _shown(folder: Path, *, width: int = 100, silence_s: float = 1.0) -> str:
+    for file in folder.glob("*.jsonl"):
+        os.utime(file, (NOW - silence_s, NOW - silence_s))
     console = Console(file=io.StringIO(), width=width, highlight=False)
     with console.capture() as text:
-        console.print(frame(load(str(folder)), silence_s, NOW))
+        console.print(read(str(folder), NOW))
     assert all(len(line) <= width for line in text.get().splitlines())
     return text.get()
 
@@ -66,8 +66,6 @@ def test_the_advice_of_the_report_is_shown_while_the_run_goes_on(tmp_path: Path)
     assert first
     assert first[0].kind == "straggler"
     assert f"advice: {first[0]}" in " ".join(_shown(tmp_path).split())
-    # `paceline top` keeps the newest windows only, and they are enough.
-    assert first == follow(str(tmp_path)).read().findings
 
 
 def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
@@ -78,11 +76,9 @@ def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
     lines[-5]["spent_s"]["checkpoint"] = [5.0]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load(str(tmp_path)).findings == []
-    console = Console(file=io.StringIO(), width=100)
-    with console.capture() as text:
-        console.print(read(follow(str(tmp_path)), NOW))
-    assert "advice" not in text.get()
-    assert "no bottleneck found" in text.get()
+    shown = _shown(tmp_path)
+    assert "advice" not in shown
+    assert "no bottleneck found" in shown
 
 
 def test_there_is_no_advice_about_a_healthy_run_or_a_short_one(tmp_path: Path) -> None:
@@ -109,12 +105,6 @@ def test_of_many_ranks_the_slowest_and_the_fastest_are_shown(tmp_path: Path) -> 
     ranks = [int(rank) for rank in re.findall(r"^rank +(\d+) ", shown, re.MULTILINE)]
     assert ranks == [*range(4095, 4088, -1), 0]
     assert "4,096 ranks" in shown
-
-
-@pytest.mark.parametrize("ranks", [1, 8, 9])
-def test_chosen_ranks(ranks: int) -> None:
-    rows = choose_ranks([float(rank) for rank in range(ranks)])
-    assert len(rows) == min(ranks, 8)
 
 
 @pytest.mark.parametrize("shares", [[0, 0, 0], [1, 1, 1], [5e-9, 1, 0], [0.2, 0.3, 0.5]])
@@ -150,61 +140,3 @@ def test_silence_and_the_end(tmp_path: Path) -> None:
     (tmp_path / "end").mkdir()
     _write(tmp_path / "end", last=50)
     assert "finished" in _shown(tmp_path / "end", silence_s=1000)
-
-
-def test_torn_starting_and_older_runs(tmp_path: Path) -> None:
-    _write(tmp_path)
-    clock = tmp_path / record.FILE
-    with clock.open("ab") as file:
-        file.write(b'{"step": 25, "steps": 5, "ti')
-    assert "The last line of clock.jsonl is incomplete" in _shown(tmp_path, width=200)
-    clock.write_text(json.dumps({"step": 0, "run": {"total_steps": 50, "world_size": 2}}) + "\n")
-    assert "step 20/50" in _shown(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    shown = _shown(tmp_path)
-    assert "starting" in shown
-    assert "No step has been measured yet." in shown
-    _write(tmp_path)
-    clock.unlink()
-    shown = _shown(tmp_path, width=200)
-    assert "loss 0.05" in shown
-    assert "made by an older version" in shown
-
-
-def test_only_new_lines_are_read(tmp_path: Path) -> None:
-    _write(tmp_path, last=45)
-    reader = RunReader(str(tmp_path), most_windows=3)
-    run = reader.read()
-    assert [w.step for w in run.record.windows] == [35, 40, 45]
-    assert (run.total_steps, run.last["step"]) == (50, 45)
-    clock = tmp_path / record.FILE
-    lines = clock.read_bytes().splitlines(keepends=True)
-    clock.write_bytes(
-        b"x" * len(b"".join(lines)) + lines[-1].replace(b'"step": 45', b'"step": 50')[:-9]
-    )
-    assert [w.step for w in reader.read().record.windows] == [35, 40, 45]
-    assert any("is incomplete" in sentence for sentence in reader.read().missing)
-    with clock.open("ab") as file:
-        file.write(lines[-1][-9:])
-    run = reader.read()
-    assert [w.step for w in run.record.windows] == [40, 45, 50]
-    assert run.missing == []
-    # A restart replaces the file.
-    fresh = tmp_path / "new"
-    fresh.write_bytes(b"".join(lines[:2]))
-    fresh.replace(clock)
-    assert [w.step for w in reader.read().record.windows] == [5]
-
-
-def test_folders_that_are_not_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, sentence in (
-        (tmp_path, "is not the folder of a run"),
-        (tmp_path / "none", "none does not exist."),
-    ):
-        assert command.main([str(folder), "--once"]) == ExitCode.DATA
-        assert sentence in capsys.readouterr().err
-    _write(tmp_path)
-    os.utime(tmp_path / record.FILE, (1, 1))
-    os.utime(tmp_path / "metrics.jsonl", (1, 1))
-    assert command.main([str(tmp_path), "--once"]) == ExitCode.OK
-    assert "no new line for 1," in capsys.readouterr().out  # thousands of seconds since 1970

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     try:
         if args.once or not console.is_terminal:
-            console.print(frame.read(frame.follow(args.run), time.time()))
+            console.print(frame.read(args.run, time.time()))
             return ExitCode.OK
         _watch(args.run)
     except ConfigError as error:
@@ -69,15 +69,14 @@ def _watch(folder: str) -> None:
     from paceline.report import frame
 
     console = Console(highlight=False)
-    reader = frame.follow(folder)
-    newest = frame.read(reader, time.time())
+    newest = frame.read(folder, time.time())
     # SIGTERM, too, has to leave the other screen of the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Live(newest, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 began = time.monotonic()
-                newest = frame.read(reader, time.time())
+                newest = frame.read(folder, time.time())
                 live.update(newest, refresh=True)
                 time.sleep(max(_INTERVAL_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     except KeyboardInterrupt:

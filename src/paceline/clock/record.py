@@ -71,6 +71,16 @@ class Window:
         """Number of ranks."""
         return len(self.memory_bytes)
 
+    @property
+    def unit(self) -> str:
+        """What `rate` counts: "tokens" where the run counts them, otherwise "samples"."""
+        return "tokens" if self.tokens else "samples"
+
+    @property
+    def rate(self) -> float:
+        """Tokens or samples per second, over all ranks."""
+        return (self.tokens or self.samples) * self.num_ranks / sum(self.wall_s)
+
     def per_step(self, phase: str, rank: int) -> float:
         """Seconds in a phase for each step, on a rank."""
         return self.spent_s[phase][rank] / self.steps

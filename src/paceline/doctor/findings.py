@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.doctor.examine import Facts
+from paceline.errors import count_of
 from paceline.explain.reading import recognise
 from paceline.job.environment import FIREWALL_PORTS
 from paceline.job.network import is_loopback
@@ -61,7 +62,7 @@ def judge(found: Facts) -> list[Finding]:
         findings += _link(link, hosts, labels)
     if found["links"] and not any(finding.name == "network" for finding in findings):
         names = ", ".join(sorted({str(interface) for interface in interfaces.values()}))
-        links = _count(len(found["links"]), "link")
+        links = count_of(len(found["links"]), "link")
         findings.append(_ok("network", f"{links} between hosts work, over {names}."))
     return [*findings, *_reduce(found["reduce"])]
 
@@ -101,7 +102,7 @@ def _versions(hosts: dict[int, Facts], labels: dict[int, str]) -> Iterator[Findi
             )
     if all(versions == first for versions in others):
         text = ", ".join(f"{key} {version}" for key, version in first.items() if version != "none")
-        yield _ok("versions", f"{text}, on {_count(len(hosts), 'host')}.")
+        yield _ok("versions", f"{text}, on {count_of(len(hosts), 'host')}.")
 
 
 def _devices(host: Facts, label: str, of_ranks: Sequence[Facts | None]) -> Iterator[Finding]:
@@ -113,7 +114,7 @@ def _devices(host: Facts, label: str, of_ranks: Sequence[Facts | None]) -> Itera
     if len(present) < len(devices):
         yield _fail(
             "devices",
-            f"{label} shows {_count(host['gpus'], 'GPU')} to {len(of_ranks)} ranks.",
+            f"{label} shows {count_of(host['gpus'], 'GPU')} to {len(of_ranks)} ranks.",
             "start one rank per GPU, or ask the scheduler for more.",
         )
     if len({device["uuid"] for device in present}) < len(present):
@@ -249,12 +250,6 @@ def _reduce(facts_of_ranks: list[Facts]) -> Iterator[Finding]:
                 f"{format_bytes(size_bytes)} over {slowest['world_size']} ranks, correct sum, "
                 f"{seconds * 1e3:.1f} ms ({_rate(size_bytes / seconds)}).",
             )
-
-
-def _count(number: int, thing: str) -> str:
-    if number == 1:
-        return f"{number} {thing}"
-    return f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchFailed, name_ranks
+from paceline.errors import LaunchFailed, count_of, name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
@@ -681,11 +681,6 @@ def choose_threads(nproc: int) -> tuple[str | None, str]:
     threads = str(max(1, cores // nproc))
     why = f"{count_of(cores, 'usable core')} / {count_of(nproc, 'rank')}"
     return threads, f"{count_of(threads, 'thread')} each ({why})"
-
-
-def count_of(number: int | str, what: str) -> str:
-    """A number of things, such as `1 node` and `2 nodes`."""
-    return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
 def environment_of_ranks(threads: str | None) -> dict[str, str]:

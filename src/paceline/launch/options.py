@@ -23,11 +23,11 @@ from string import Template
 from typing import Any
 
 from paceline.command_line import CommandParser
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, count_of
 from paceline.exit_codes import ExitCode
 from paceline.job import slurm
 from paceline.job.network import is_loopback
-from paceline.launch.local_ranks import WORKER, count_of, has_probe
+from paceline.launch.local_ranks import WORKER, has_probe
 from paceline.launch.signals import DEFAULT_SIGNALS, parse_signals
 
 _GRACE_S = 5.0

@@ -12,7 +12,7 @@ from enum import Enum
 from string import Template
 from typing import Any
 
-from paceline.errors import ConfigError, LaunchFailed, name_ranks
+from paceline.errors import ConfigError, LaunchFailed, count_of, name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.job.network import (
     VARIABLES,
@@ -29,7 +29,6 @@ from paceline.launch.local_ranks import (
     Rank,
     RankSpec,
     choose_threads,
-    count_of,
     environment_of_ranks,
     has_probe,
 )

@@ -34,10 +34,13 @@ class ClockFile:
 
     Attributes:
         run: What describes this run; see `Record.run`.
+        windows: The newest ones.
+        is_shown: Whether a display or a logger takes the windows; then there need not be a file.
     """
 
     def __init__(self, job: Job, usage: Usage) -> None:
         self.run: dict[str, Any] = {}
+        self.is_shown = False
         self._job = job
         self._usage = usage
         self._lines: JSONLines | None = None
@@ -47,7 +50,7 @@ class ClockFile:
         # Of the steps since the last window: samples of those in the rows, tokens of those with known losses.
         self._row_samples = self._tokens = 0
         most = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
-        self._windows: deque[Window] = deque(maxlen=most)  # the newest ones, for the advice
+        self.windows: deque[Window] = deque(maxlen=most)
         self._advised = ("", "")  # the kind and the cure that were logged last
 
     def open(self, path: Path) -> None:
@@ -64,7 +67,7 @@ class ClockFile:
         self._num_loops += 1
         self._has_asked = False
         self._samples = self._row_samples = self._tokens = 0
-        self._windows.clear()
+        self.windows.clear()
         if self._lines is not None:
             self._lines.rewind(step)
             self._lines.log(step, {"run": self.run})
@@ -77,14 +80,13 @@ class ClockFile:
         """Count tokens over all ranks."""
         self._tokens += num_tokens
 
-    def asks(self, *, is_last: bool, is_needed: bool) -> bool:
+    def asks(self, *, is_last: bool) -> bool:
         """Whether to ask all ranks now where their time went. Only rank 0 does.
 
         Args:
             is_last: Whether the loop ends after this step.
-            is_needed: Whether the display or a logger takes the windows; then there need not be a file.
         """
-        if self._has_asked or not (is_needed or self._lines is not None):
+        if self._has_asked or not (self.is_shown or self._lines is not None):
             return False
         window_s = choose_window_s(time.time() - self.run["time"], self._job.world_size)
         self._has_asked = is_last or clock.elapsed_s() >= window_s
@@ -105,13 +107,13 @@ class ClockFile:
         if not window.steps:
             return None
         self._row_samples = self._tokens = 0
-        self._windows.append(window)
+        self.windows.append(window)
         write_line(self._lines, step, window.to_line())
         return window
 
     def advise(self) -> None:
         """Log what limited the run most, if anything did."""
-        findings = judge(Record(runs=[self.run], windows=list(self._windows))) or []
+        findings = judge(Record(runs=[self.run], windows=list(self.windows))) or []
         if not findings:
             return
         advice = findings[0].kind, findings[0].cure

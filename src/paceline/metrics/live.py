@@ -1,16 +1,23 @@
-"""Bars of where the time of each rank goes, for a terminal that is updated while a training runs.
+"""What a training does now, as lines for a terminal: progress, rate, and where the time of each rank goes.
 
-A bar is made of letters, so that it can be read without colours and copied from a terminal as text.
+The display of a training and `paceline top` show it. The bar of a rank is made of letters, so that it can be
+read without colours and copied from a terminal as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from paceline.clock.record import Window
+from paceline.metrics.flops import utilisation
+from paceline.metrics.json_lines import OWN_NAMES
 
 # The parts of a bar: letter, name, style, and the phases of the clock that it shows.
 _PARTS = (
@@ -21,6 +28,76 @@ _PARTS = (
 )
 _MOST_ROWS = 8  # with more ranks: the slowest ones, and the fastest for comparison
 _LONGEST_BAR, _SHORTEST_BAR = 50, 10  # letters
+_PROGRESS_BAR = 20  # columns
+_RECENT = 10  # windows that the time left follows from
+
+
+def status(
+    run: Mapping[str, Any],
+    windows: Sequence[Window],
+    last: Mapping[str, Any],
+    *,
+    step: int,
+    state: str = "",
+) -> Iterator[RenderableType]:
+    """What is known, as lines that fit the terminal.
+
+    Args:
+        run: What describes the run, see `Record`.
+        windows: The newest ones.
+        last: What was logged last, and `epoch` (from 0).
+        step: The newest one.
+        state: Takes the place of the time left.
+    """
+    total = run.get("total_steps")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    if total:
+        grid.add_column(max_width=_PROGRESS_BAR)  # narrower in a narrow terminal; the texts are not
+        grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    cells: list[RenderableType] = [line(f"step {step:,}")]
+    if total:
+        share = f"{min(1.0, step / total):.0%}"
+        bar = ProgressBar(total=total, completed=step)
+        cells = [line(f"step {step:,}/{total:,}"), bar, line(share)]
+        state = state or _time_left(windows, total - step)
+    grid.add_row(*cells, line(state))
+    yield grid
+    if values := describe(run, windows, last):
+        yield line(values)
+    if windows:
+        yield RankBars(windows[-1], str(run.get("device", "cpu")))
+
+
+def describe(run: Mapping[str, Any], windows: Sequence[Window], last: Mapping[str, Any]) -> str:
+    """The epoch, the rate, and the values that were logged last."""
+    words = []
+    if isinstance(epoch := last.get("epoch"), int):
+        words.append(f"epoch {epoch + 1}")
+    if windows:
+        rate = windows[-1].rate
+        words.append(f"{rate:,.0f} {windows[-1].unit}/s")
+        if used := utilisation(run, rate):
+            words.append(used)
+    for name, value in last.items():  # at the end, because it may be cut
+        if name not in OWN_NAMES:
+            shown = f"{value:.4g}" if isinstance(value, int | float) else value
+            words.append(f"{name} {shown}")
+    return "  ".join(words)
+
+
+def line(text: str, style: str = "") -> Text:
+    """A text that is cut at the end of the line."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _time_left(windows: Sequence[Window], steps: int) -> str:
+    first = windows[max(-_RECENT, -len(windows))] if windows else None
+    if first is None or windows[-1].step == first.step or steps <= 0:
+        return ""
+    step_s = (windows[-1].time - first.time) / (windows[-1].step - first.step)
+    return f"{datetime.timedelta(seconds=round(steps * step_s))} left"
 
 
 class RankBars:
@@ -47,13 +124,13 @@ class RankBars:
             length = max(_SHORTEST_BAR, width - labels - 1)
         length = min(_LONGEST_BAR, length)
         for label, rank, usage in rows:
-            line = Text(f"{label:{labels}} ", no_wrap=True, overflow="crop")
+            row = Text(f"{label:{labels}} ", no_wrap=True, overflow="crop")
             for (letter, _, style, _), count in zip(
                 _PARTS, letters(self._shares(rank), length), strict=True
             ):
-                line.append(letter * count, style)
-            line.append(f"  {usage}")
-            yield line
+                row.append(letter * count, style)
+            row.append(f"  {usage}")
+            yield row
         legend = Text(no_wrap=True, overflow="crop")
         for letter, name, style, _ in _PARTS:
             legend.append("  " if legend else "").append(letter, style).append(f" {name}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib.util
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline import log
+from paceline.errors import ConfigError
 
 Values = Mapping[str, float | int]
 
-_Call = tuple[Any, ...]  # a method of a logger, and its arguments
 _MOST_WAITING = 10_000  # calls that wait for a slow logger, of some KB each; more are left out
 _CLOSE_S = 30.0  # longest wait at the end, for the slow servers of all loggers together
 
@@ -45,84 +46,65 @@ class Logger(Protocol):
         """Write what is left; called once, at the end of the job."""
 
 
+def require(module: str, *, extra: str) -> None:
+    """Raise ConfigError if an optional package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{module} is not installed.", fix=f"pip install 'paceline[{extra}]'")
+
+
 class BackgroundLogger:
-    """Calls a logger in a thread. The thread ends when the object is closed, freed, or Python exits."""
+    """Calls a logger in a thread, which ends when this object is closed, or Python exits."""
 
     def __init__(self, logger: Logger) -> None:
         self.takes_times = callable(getattr(logger, "times", None))
-        self._worker = _Worker(logger)
-        self.close = weakref.finalize(self, self._worker.close)
-
-    def log(self, step: int, values: Values) -> None:
-        """Hand over the values of one step; returns at once."""
-        self._worker.add(("log", step, values))
-
-    def times(self, step: int, line: Mapping[str, Any]) -> None:
-        """Hand over where the time went, if the logger takes it; returns at once."""
-        if self.takes_times:
-            self._worker.add(("times", step, line))
-
-    def end(self, *, failed: bool) -> None:
-        """Begin to close, without waiting; `close` waits.
-
-        Args:
-            failed: Whether the job has failed, which the logger is told.
-        """
-        if failed:
-            self._worker.calls.put(("fail",))
-        self._worker.end()
-
-
-def close_all(loggers: Sequence[BackgroundLogger], *, failed: bool) -> None:
-    """Close these loggers at the same time. A slow one gets a warning; the wait is at most 30 s for all.
-
-    Args:
-        failed: Whether the job has failed, which the loggers are told.
-    """
-    for logger in loggers:
-        logger.end(failed=failed)
-    for logger in loggers:
-        logger.close()
-
-
-class _Worker:
-    """A thread that calls a logger. It holds no `BackgroundLogger`, so that one can be freed.
-
-    Attributes:
-        calls: What the thread has to do; None ends it.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._logger = logger
         self._name = type(logger).__name__
+        # Methods of the logger with their arguments; None ends the thread.
+        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._has_dropped = False
         self._has_timed_out = False  # the job has ended without the logger, and said so
         self._deadline: float | None = None  # of `close`, since `end`
         self._thread = threading.Thread(target=self._run, name=f"{self._name} log", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # for a job that is never left
 
-    def add(self, call: _Call) -> None:
-        """Let the thread do this, unless too many calls wait."""
-        if self.calls.qsize() < _MOST_WAITING:
-            self.calls.put(call)
+    def log(self, step: int, values: Values) -> None:
+        """Hand over the values of one step; returns at once."""
+        self._add("log", step, values)
+
+    def times(self, step: int, line: Mapping[str, Any]) -> None:
+        """Hand over where the time went, if the logger takes it; returns at once."""
+        if self.takes_times:
+            self._add("times", step, line)
+
+    def _add(self, method: str, step: int, values: Mapping[str, Any]) -> None:
+        if self._calls.qsize() < _MOST_WAITING:
+            self._calls.put((method, step, values))
         elif not self._has_dropped:
             self._has_dropped = True
             log.logger.warning(
                 "%s is too slow: %d values wait for it, so it misses some from step %d on. metrics.jsonl has "
                 "all of them, if `report` got a folder.",
-                *(self._name, _MOST_WAITING, call[1]),
+                *(self._name, _MOST_WAITING, step),
             )
 
-    def end(self) -> None:
-        """Let the thread do what is left, and close the logger."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + _CLOSE_S
-            self.calls.put(None)
+    def end(self, *, failed: bool = False) -> None:
+        """Begin to close, without waiting; `close` waits.
+
+        Args:
+            failed: Whether the job has failed, which the logger is told.
+        """
+        if self._deadline is not None:
+            return
+        self._deadline = time.monotonic() + _CLOSE_S
+        if failed and hasattr(self._logger, "fail"):
+            self._calls.put(("fail",))
+        self._calls.put(None)
 
     def close(self) -> None:
-        """Wait until the thread has ended, for a limited time since `end`."""
+        """Wait until the logger is closed, for a limited time since `end`."""
         self.end()
+        atexit.unregister(self.close)
         assert self._deadline is not None
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
@@ -135,14 +117,9 @@ class _Worker:
 
     def _run(self) -> None:
         works = True
-        while (call := self.calls.get()) is not None:
-            method, *arguments = call
-            if method == "fail":
-                with contextlib.suppress(Exception):
-                    if hasattr(self._logger, "fail"):
-                        self._logger.fail()
-            elif works:  # otherwise dropped, so that they do not fill the memory
-                works = self._succeeds(method, *arguments)
+        while (call := self._calls.get()) is not None:
+            if works or call == ("fail",):  # others are dropped
+                works = self._succeeds(*call) and works
         if works:
             self._succeeds("close")
         else:
@@ -161,3 +138,15 @@ class _Worker:
                 )
             return False
         return True
+
+
+def close_all(loggers: Sequence[BackgroundLogger], *, failed: bool) -> None:
+    """Close these loggers at the same time. A slow one gets a warning; the wait is at most 30 s for all.
+
+    Args:
+        failed: Whether the job has failed, which the loggers are told.
+    """
+    for logger in loggers:
+        logger.end(failed=failed)
+    for logger in loggers:
+        logger.close()

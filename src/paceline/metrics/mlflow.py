@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.metrics.logger import Values
+from paceline.metrics.logger import Values, require
 
 
 class MLflow:
@@ -35,8 +33,7 @@ class MLflow:
         run_name: str | None = None,
         parameters: dict[str, Any] | None = None,
     ) -> None:
-        if importlib.util.find_spec("mlflow") is None:
-            raise ConfigError("MLflow is not installed.", fix="pip install 'paceline[mlflow]'")
+        require("mlflow", extra="mlflow")
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._run_id = run_id

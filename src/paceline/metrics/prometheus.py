@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.metrics.logger import Values
+from paceline.metrics.logger import Values, require
 
 
 class Prometheus:
@@ -33,10 +32,7 @@ class Prometheus:
     """
 
     def __init__(self, port: int = 9400, address: str | None = None) -> None:
-        if importlib.util.find_spec("prometheus_client") is None:
-            raise ConfigError(
-                "prometheus_client is not installed.", fix="pip install 'paceline[prometheus]'"
-            )
+        require("prometheus_client", extra="prometheus")
         if not (type(port) is int and 0 <= port < 2**16):
             raise ConfigError(f"port must be a number from 0 to 65535, got {port!r}.")
         self.port = port

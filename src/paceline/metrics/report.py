@@ -29,16 +29,18 @@ from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
 from paceline.metrics.usage import GPU_BUSY, GPU_MEMORY, Usage
 
-_RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
-
 
 class Report:
-    """What `training.log` was given, and where it goes."""
+    """What `training.log` was given, and where it goes.
+
+    Attributes:
+        clock: Where the time of the steps goes.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._usage = Usage(job.device)
-        self._clock_file = ClockFile(job, self._usage)
+        self.clock = ClockFile(job, self._usage)
         self._has_destination = False
         # By step: its epoch, and what was logged.
         self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -48,15 +50,9 @@ class Report:
         self._loggers: list[BackgroundLogger] = []
         self._progress: Any = None  # a `Progress`; rich, which it imports, takes 30 ms
         self._flops: float | None = None
-        self._unit = "samples"
+        self._counts_tokens = False
         self._began = time.perf_counter()  # `time_s` counts from here
         self._time_s = 0.0  # of the last line
-        # For the rate that is shown: samples or tokens since the last time that it was computed.
-        self._rate = 0.0
-        self._rate_began = self._began
-        self._rate_count = 0
-        self._epoch = 0  # of the newest step
-        self._newest: dict[str, Any] = {}  # the values that were written last
 
     def open(
         self,
@@ -97,12 +93,13 @@ class Report:
                     fix="choose a folder that rank 0 may write to.",
                 ) from error
             self._lines = JSONLines(path)
-            self._clock_file.open(path.with_name(record.FILE))
+            self.clock.open(path.with_name(record.FILE))
         if progress:
             from paceline.metrics.progress import Progress
 
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
+        self.clock.is_shown = progress or any(logger.takes_times for logger in self._loggers)
         self._flops = flops
         self._has_destination = bool(self._lines or self._progress or self._loggers)
 
@@ -112,7 +109,7 @@ class Report:
         total: int | None,
         facts: Callable[[], dict[str, Any]],
         *,
-        unit: str = "samples",
+        counts_tokens: bool = False,
     ) -> None:
         """Start after `step`. Lines of later steps, which an interrupted run wrote, are removed.
 
@@ -121,39 +118,37 @@ class Report:
         Args:
             total: Number of the last step; None if the end is not known.
             facts: Returns what describes this run in clock.jsonl.
-            unit: What the rate that is shown counts: "samples", or "tokens" if losses are means over tokens.
+            counts_tokens: Whether losses are means over tokens.
         """
-        self._unit = unit
+        self._counts_tokens = counts_tokens
         # A loop before may have been left with `break`: its last values are lost.
         self._pending.clear()
         self._reduced.clear()
         if not self._has_destination:
             return
         self.end()
-        self._rate_began = time.perf_counter()
-        self._rate_count = 0
+        began = time.perf_counter()
         run = {"total_steps": total, **facts(), **model_flops.facts(self._flops, self._job.device)}
         try:
             if self._lines is not None:
                 if step == 0:
                     keep_earlier([self._lines.path, self._lines.path.with_name(record.FILE)])
                 self._time_s = self._lines.rewind(step)
-            self._clock_file.begin(step, run)
+            self.clock.begin(step, run)
         except OSError as error:
             raise ConfigError(
                 f"the folder of the report cannot be written to: {error}.",
                 fix="choose a folder with space that rank 0 may write to.",
             ) from error
-        self._began = self._rate_began - self._time_s  # time continues from the last line
+        self._began = began - self._time_s  # time continues from the last line
         if self._progress is not None:
-            self._progress.begin(step, total)
+            self._progress.begin(step, self.clock.run, self.clock.windows)
 
-    def count(self, epoch: int, num_samples: int) -> None:
-        """Count the samples of a step that has ended, over all ranks."""
-        self._epoch = epoch
-        if self._unit == "samples":
-            self._rate_count += num_samples
-        self._clock_file.count(num_samples)
+    def end_step(self, step: int, epoch: int, num_samples: int) -> None:
+        """Count the samples of a step that has ended, over all ranks, and show the step."""
+        self.clock.count(num_samples)
+        if self._progress is not None:
+            self._progress.show(step, epoch)
 
     def keep_values(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
@@ -183,44 +178,22 @@ class Report:
             epoch, values = pending
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
-            self._newest = numbers | self._usage.gpu()
+            numbers |= self._usage.gpu()
             self._time_s = round(now - self._began, 4)
-            line = {"epoch": epoch, "time_s": self._time_s, **self._newest}
+            line = {"epoch": epoch, "time_s": self._time_s, **numbers}
             write_line(self._lines, total.step, line)
             for logger in self._loggers:
                 logger.log(total.step, line)
-        if self._unit == "tokens":
-            tokens = round(sum(total.count for total in totals))
-            self._rate_count += tokens
-            self._clock_file.count_tokens(tokens)
-        elapsed = now - self._rate_began
-        if elapsed >= _RATE_WINDOW_S or not self._rate:
-            self._rate = self._rate_count / max(elapsed, 1e-9)
-            self._rate_began, self._rate_count = now, 0
-        if totals and self._progress is not None:
-            rate = f"{self._rate:,.0f} {self._unit}/s"
-            used = model_flops.utilisation(self._clock_file.run, self._rate)
-            self._progress.show(
-                totals[-1].step, self._epoch, self._newest, f"{rate}  {used}".rstrip()
-            )
-
-    def asks_for_times(self, *, is_last: bool) -> bool:
-        """Whether to ask all ranks now where their time went. Only rank 0 does."""
-        shows = self._progress is not None and self._progress.is_drawn
-        is_needed = shows or any(logger.takes_times for logger in self._loggers)
-        return self._clock_file.asks(is_last=is_last, is_needed=is_needed)
-
-    def own_times(self) -> list[float]:
-        """Where the time of this rank's last steps went, as a row for `write_times`."""
-        return self._clock_file.own_times()
+            if self._progress is not None:
+                self._progress.values = numbers
+        if self._counts_tokens:
+            self.clock.count_tokens(round(sum(total.count for total in totals)))
 
     def write_times(self, step: int, rows: list[list[float]]) -> None:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
-        window = self._clock_file.write(step, rows) if self._has_destination else None
+        window = self.clock.write(step, rows) if self._has_destination else None
         if window is None:
             return
-        if self._progress is not None:
-            self._progress.show_ranks(window, self._job.device.type)
         line = window.to_line()
         for logger in self._loggers:
             logger.times(step, line)
@@ -231,11 +204,7 @@ class Report:
             self._progress.end()
         if self._lines is not None:
             self._lines.close()
-        self._clock_file.close()
-
-    def advise(self) -> None:
-        """Log what limited the run most, if anything did."""
-        self._clock_file.advise()
+        self.clock.close()
 
     def close(self) -> None:
         """Close all destinations, at the end of the job."""

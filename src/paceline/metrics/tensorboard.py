@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.metrics.logger import Values
+from paceline.metrics.logger import Values, require
 
 
 class TensorBoard:
@@ -22,10 +20,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError(
-                "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
-            )
+        require("tensorboard", extra="tensorboard")
         self._folder = str(Path(folder).absolute())
         self._writer: Any = None
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
 from paceline import log
-from paceline.errors import ConfigError
-from paceline.metrics.logger import Values
+from paceline.metrics.logger import Values, require
 
 # How long wandb waits for a server that does not answer; its own limits are 90 s, and none at the end. Both
 # are shorter than the time that a logger has at the end of a job. What is not sent is kept on the disk.
@@ -19,9 +17,8 @@ class WandB:
     """Logs to a run of Weights & Biases, which starts on rank 0 with the first values.
 
     If the run cannot be started, for example because the server does not answer, it is kept in a folder as
-    with `mode="offline"`, and a warning says how to upload it. wandb waits 10 s for the server when the run
-    starts, and 20 s when it ends, unless `settings` or the environment sets `init_timeout` and
-    `finish_timeout`.
+    with `mode="offline"`, and a warning says how to upload it. Without `settings` wandb waits 10 s for the
+    server when the run starts, and 20 s when it ends.
 
     Args:
         options: For `wandb.init`: `project`, `name`, `config`, `dir`, `mode="offline"` and so on. A job that
@@ -34,8 +31,7 @@ class WandB:
     """
 
     def __init__(self, **options: Any) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("wandb is not installed.", fix="pip install 'paceline[wandb]'")
+        require("wandb", extra="wandb")
         self._options = options
         self._run: Any = None
         self._exit_code = 0
@@ -58,7 +54,9 @@ class WandB:
     def _start(self) -> Any:
         import wandb
 
-        options = self._options | {"settings": _with_timeouts(self._options.get("settings"))}
+        known = wandb.Settings.model_fields  # older versions have no `finish_timeout`
+        limits = {name: limit_s for name, limit_s in _TIMEOUTS_S.items() if name in known}
+        options = {"settings": limits} | self._options
         try:
             return wandb.init(**options)
         except wandb.Error as error:  # the server is away, or refuses the key
@@ -69,20 +67,3 @@ class WandB:
                 *(os.path.dirname(run.dir), type(error).__name__, error),
             )
             return run
-
-
-def _with_timeouts(given: Any) -> Any:
-    """The settings of the user, with our limits where neither they nor the environment set one."""
-    import wandb
-
-    settings = wandb.Settings() if given is None else given
-    if isinstance(settings, dict):
-        settings = wandb.Settings(**settings)
-    limits = {
-        name: limit_s
-        for name, limit_s in _TIMEOUTS_S.items()
-        if name in wandb.Settings.model_fields  # older versions have no `finish_timeout`
-        and name not in settings.model_fields_set
-        and f"WANDB_{name.upper()}" not in os.environ
-    }
-    return settings.model_copy(update=limits)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline import log
-from paceline.errors import ConfigError, listed
+from paceline.errors import ConfigError, count_of, listed
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import enclosing, names_matching, tied_parameters
@@ -117,14 +117,10 @@ def _size(module: nn.Module, unit: str) -> int:
 def _refuse_few(module: nn.Module, units: list[str], num_stages: int) -> None:
     if len(units) < num_stages:
         raise ConfigError(
-            f"{type(module).__name__} has {_count(len(units), 'layer')} with parameters, too few for "
+            f"{type(module).__name__} has {count_of(len(units), 'layer')} with parameters, too few for "
             f"{num_stages} stages.",
             fix="use a smaller pp, or give split= with names of inner submodules.",
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _partition(units: list[str], costs: Sequence[float], num_stages: int) -> list[list[str]]:
@@ -204,7 +200,7 @@ def _refuse_count(stages: list[list[str]], ranks: int, schedule: str) -> None:
     if ranks == 1 or num_stages == ranks or (schedule in LOOPED and is_multiple):
         return
     fits = f"a multiple of {ranks}" if schedule in LOOPED else f"{ranks}"
-    fix = f"give {_count(ranks - 1, 'name')}, or change pp."
+    fix = f"give {count_of(ranks - 1, 'name')}, or change pp."
     if schedule in LOOPED:
         fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
     elif is_multiple:

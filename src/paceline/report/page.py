@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from paceline.errors import ConfigError
+from paceline.metrics.logger import require
 from paceline.report.sections import Section, Table
 
 _STYLE = """
@@ -80,13 +80,9 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     Raises:
         ConfigError: vl-convert-python, which brings Vega, is not installed.
     """
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise ConfigError(
-            "the HTML report needs vl-convert-python, which brings the charts.",
-            fix="pip install 'paceline[report]', or write Markdown with --md.",
-        ) from error
+    require("vl_convert", extra="report")
+    import vl_convert
+
     charts = {f"chart{n}": s.chart for n, s in enumerate(sections) if s.chart is not None}
     # "</script>" in a string would end the script.
     data = json.dumps(charts, separators=(",", ":")).replace("</", "<\\/")

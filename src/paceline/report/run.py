@@ -6,9 +6,8 @@ import json
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +19,7 @@ from paceline.clock import record as clock_record
 from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
-from paceline.errors import ConfigError, PacelineError
-from paceline.metrics.flops import utilisation
+from paceline.errors import ConfigError, PacelineError, count_of
 from paceline.metrics.json_lines import METRICS, OWN_NAMES
 
 _POINTS = 600  # of a curve
@@ -78,18 +76,15 @@ class Run:
         return {phase: seconds for phase, seconds in spent_s.items() if seconds}
 
     @property
-    def samples_per_s(self) -> float:
-        """Samples per second of the median window; 0 if unknown."""
-        rates = sorted(w.samples * w.num_ranks / sum(w.wall_s) for w in self.record.windows)
+    def rate(self) -> float:
+        """Samples (or tokens) per second of the median window; 0 if unknown."""
+        rates = sorted(window.rate for window in self.record.windows)
         return rates[len(rates) // 2] if rates else 0.0
 
     @property
-    def utilisation(self) -> str:
-        """The MFU of the median window, see `metrics/flops.py`; empty if unknown."""
-        rates = sorted(
-            (w.tokens or w.samples) * w.num_ranks / sum(w.wall_s) for w in self.record.windows
-        )
-        return utilisation(self.record.run, rates[len(rates) // 2]) if rates else ""
+    def unit(self) -> str:
+        """What `rate` counts: "samples" or "tokens"."""
+        return self.record.windows[-1].unit if self.record.windows else "samples"
 
     @cached_property
     def findings(self) -> list[Finding] | None:
@@ -102,166 +97,97 @@ class Run:
         return [run for run in self.record.runs[1:] if not run.get("loop")]
 
 
-def load(folder: str) -> Run:
+def load(folder: str, newest: int | None = None) -> Run:
     """Read a run's folder.
 
-    Raises:
-        ConfigError: it does not exist, or holds nothing that Paceline writes.
-    """
-    return RunReader(folder).read()
-
-
-class RunReader:
-    """Reads a run's folder, several times while the run goes on. Each time it reads only the new lines.
-
     Args:
-        most_windows: How many of the newest windows are kept, and lines of metrics.jsonl; None for all.
+        newest: How many of the newest windows are read, and lines of metrics.jsonl; None for all.
+
+    Raises:
+        ConfigError: it does not exist, holds nothing that Paceline writes, or cannot be read.
     """
-
-    def __init__(self, folder: str, most_windows: int | None = None) -> None:
-        self._folder = folder
-        self._most = most_windows
-        self._clock = _NewLines(Path(folder) / clock_record.FILE)
-        self._metrics = _NewLines(Path(folder) / METRICS)
-        self._record = Record(runs=[], windows=[])
-        self._logged: list[dict[str, Any]] = []
-        self._damaged = 0  # lines of metrics.jsonl
-
-    def read(self) -> Run:
-        """What the folder holds now.
-
-        Raises:
-            ConfigError: it does not exist, holds nothing that Paceline writes, or cannot be read.
-        """
-        path = Path(self._folder)
-        if not path.is_dir():
-            problem = "is a file, not the folder of a run" if path.exists() else "does not exist"
-            raise ConfigError(
-                f"{self._folder} {problem}.",
-                fix="give the folder of `training.report` or `Trainer`.",
-            )
-        try:
-            self._read_clock()
-            self._read_metrics()
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename} cannot be read: {error.strerror}.",
-                fix="read it as a user who may.",
-            ) from error
-        checkpoints, damaged = _checkpoints(path)
-        files = (self._clock, self._metrics)
-        if not (checkpoints or any(file.written for file in files)):
-            raise ConfigError(
-                f"{self._folder} is not the folder of a run: it holds no {METRICS}, no {clock_record.FILE} "
-                "and no checkpoint.",
-                fix="give the folder of `training.report` or `Trainer`.",
-            )
-        return Run(
-            name=self._folder,
-            record=self._record,
-            curves=_curves(self._logged),
-            last=self._logged[-1] if self._logged else {},
-            checkpoints=checkpoints,
-            missing=[*self._missing(), *damaged],
-            written=max(file.written for file in files),
+    path = Path(folder)
+    if not path.is_dir():
+        problem = "is a file, not the folder of a run" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"{folder} {problem}.", fix="give the folder of `training.report` or `Trainer`."
         )
-
-    def _read_clock(self) -> None:
-        lines, is_new = self._clock.read(self._most)
-        if is_new:
-            self._record = Record(runs=[], windows=[])
-        record = clock_record.read_lines(lines, self._record)
-        if self._most is not None:
-            record = replace(record, windows=record.windows[-self._most :])
-        self._record = record
-
-    def _read_metrics(self) -> None:
-        lines, is_new = self._metrics.read(self._most)
-        if is_new:
-            self._logged, self._damaged = [], 0
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                if type(entry["step"]) is not int:
-                    raise ValueError("not a step")
-            except (ValueError, KeyError, TypeError):
-                self._damaged += 1
-            else:
-                self._logged.append(entry)
-        if self._most is not None:
-            del self._logged[: -self._most]
-
-    def _missing(self) -> list[str]:
-        """Sentences about what the folder lacks."""
-        missing = []
-        if self._clock.written:
-            if not self._record.windows:
-                missing.append("No step has been measured yet.")
-        else:
-            missing.append(
-                f"There is no {clock_record.FILE}: the run was made by an older version, or has no step yet. "
-                "So it is not known where its time went."
-            )
-        damaged = ((clock_record.FILE, self._record.skipped), (METRICS, self._damaged))
-        for name, count in damaged:
-            if count:
-                lines = "1 line" if count == 1 else f"{count} lines"
-                missing.append(f"Damaged and left out: {lines} of {name}.")
-        for file in (self._clock, self._metrics):
-            if file.is_torn:
-                missing.append(
-                    f"The last line of {file.name} is incomplete: the run writes it now, or was interrupted."
-                )
-        if not self._logged:
-            missing.append(f"There are no logged values: {METRICS} is missing or empty.")
-        return missing
+    try:
+        clock = _read_lines(path / clock_record.FILE, newest)
+        metrics = _read_lines(path / METRICS, newest)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read: {error.strerror}.", fix="read it as a user who may."
+        ) from error
+    checkpoints, damaged = _checkpoints(path)
+    if not (checkpoints or clock or metrics):
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it holds no {METRICS}, no {clock_record.FILE} "
+            "and no checkpoint.",
+            fix="give the folder of `training.report` or `Trainer`.",
+        )
+    record = clock_record.read_lines(clock.lines if clock else (), Record(runs=[], windows=[]))
+    logged = [entry for line in metrics.lines if (entry := _entry(line))] if metrics else []
+    missing = []
+    if not clock:
+        missing.append(
+            f"There is no {clock_record.FILE}: the run was made by an older version, or has no step yet. "
+            "So it is not known where its time went."
+        )
+    elif not record.windows:
+        missing.append("No step has been measured yet.")
+    for file, read in ((clock, len(record.runs) + len(record.windows)), (metrics, len(logged))):
+        if file and (left_out := len(file.lines) - read):
+            missing.append(f"Damaged and left out: {count_of(left_out, 'line')} of {file.name}.")
+    missing += [
+        f"The last line of {file.name} is incomplete: the run writes it now, or was interrupted."
+        for file in (clock, metrics)
+        if file and file.is_torn
+    ]
+    if not logged:
+        missing.append(f"There are no logged values: {METRICS} is missing or empty.")
+    return Run(
+        name=folder,
+        record=record,
+        curves=_curves(logged),
+        last=logged[-1] if logged else {},
+        checkpoints=checkpoints,
+        missing=[*missing, *damaged],
+        written=max((file.written for file in (clock, metrics) if file), default=0.0),
+    )
 
 
-class _NewLines:
-    """The lines of a file that a run appends to, or replaces when it starts again.
+@dataclass(frozen=True)
+class _File:
+    """The lines of a file, without the last one if it is incomplete, and when it was last written."""
 
-    Attributes:
-        name: Of the file.
-        is_torn: Whether its last line is incomplete, which is left for the next call.
-        written: When it was last written, in seconds since the epoch; 0 if it does not exist.
-    """
+    name: str
+    lines: Sequence[bytes]
+    is_torn: bool
+    written: float
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.name = path.name
-        self._file = (0, 0)  # device and inode
-        self._end = 0  # of what has been read
-        self.is_torn = False
-        self.written = 0.0
 
-    def read(self, most: int | None) -> tuple[list[bytes], bool]:
-        """The lines since the last call, and whether they are those of another file than then.
+def _read_lines(path: Path, newest: int | None) -> _File | None:
+    """The lines of a file, or the newest ones behind those that describe the run; None without a file."""
+    try:
+        with path.open("rb") as file:
+            written = os.fstat(file.fileno()).st_mtime
+            *lines, torn = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    if newest is not None:
+        described = [line for line in lines[:-newest] if _RUN.match(line)]
+        lines = [*described, *lines[-newest:]]
+    return _File(path.name, lines, bool(torn), written)
 
-        Args:
-            most: How many of the newest lines; None for all. In any case all lines that describe the run are
-                returned, before the others.
-        """
-        described: list[bytes] = []
-        newest: deque[bytes] = deque(maxlen=most)
-        try:
-            with self._path.open("rb") as file:
-                state = os.fstat(file.fileno())
-                is_new = (state.st_dev, state.st_ino) != self._file or state.st_size < self._end
-                self._file = state.st_dev, state.st_ino
-                self.written = state.st_mtime
-                if is_new:
-                    self._end = 0
-                file.seek(self._end)
-                self.is_torn = False
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        self.is_torn = True
-                        break
-                    self._end += len(line)
-                    (described if _RUN.match(line) else newest).append(line)
-        except FileNotFoundError:
-            return [], False
-        return [*described, *newest], is_new
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is damaged."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -300,6 +226,7 @@ def merge(windows: Sequence[Window]) -> Window:
         steps=sum(w.steps for w in windows),
         time=last.time,
         samples=sum(w.samples for w in windows),
+        tokens=sum(w.tokens for w in windows),
         spent_s={
             phase: [sum(w.spent_s[phase][rank] for w in windows) for rank in ranks]
             for phase in PHASES

@@ -9,7 +9,9 @@ from typing import Any
 
 from paceline.clock.judge import CHECKED
 from paceline.clock.step_clock import PHASES
+from paceline.errors import count_of
 from paceline.machine import format_bytes
+from paceline.metrics.flops import utilisation
 from paceline.report import charts
 from paceline.report.run import Run, merge, thin, thin_windows
 
@@ -57,6 +59,7 @@ def sections(run: Run) -> list[Section]:
 
 
 def _summary(run: Run) -> Section:
+    used = utilisation(run.record.run, run.rate) if run.rate else ""
     starts = [start["time"] for start in run.record.runs if "time" in start]
     rows = [
         ["folder", run.name],
@@ -64,8 +67,8 @@ def _summary(run: Run) -> Section:
         ["last line written", _clock(run.written) if run.written else "never"],
         ["steps", _progress(run)],
         ["time in the loop", _duration(run.seconds)],
-        ["samples per second", _number(run.samples_per_s)],
-        *([["use of the devices", run.utilisation]] if run.utilisation else []),
+        [f"{run.unit} per second", _number(run.rate)],
+        *([["use of the devices", used]] if used else []),
         ["ranks", str(run.record.run.get("world_size", "unknown"))],
         ["starts", str(len(run.record.runs) or "unknown")],
         ["checkpoints", str(len(run.checkpoints))],
@@ -100,12 +103,12 @@ def _curves(run: Run) -> Iterator[Section]:
 def _throughput(run: Run) -> Iterator[Section]:
     windows = thin_windows(run.record.windows)
     if windows:
-        rates = [(w.step, w.samples * w.num_ranks / sum(w.wall_s)) for w in windows]
+        what = f"{run.unit} per second"
         yield Section(
             title="Throughput",
-            table=Table(["samples per second, median"], [[_number(run.samples_per_s)]]),
-            chart=charts.curve(rates, "samples per second"),
-            alt="samples per second over the steps",
+            table=Table([f"{what}, median"], [[_number(run.rate)]]),
+            chart=charts.curve([(window.step, window.rate) for window in windows], what),
+            alt=f"{what} over the steps",
         )
 
 
@@ -216,8 +219,7 @@ def _events(run: Run) -> Iterator[Section]:
     ]
     if not found:
         return
-    count = len(run.restarts)
-    text = f"{count or 'No'} restart{'' if count == 1 else 's'}."
+    text = f"{count_of(len(run.restarts), 'restart')}."
     if len(found) > _SHOWN_EVENTS:
         text += f" The table lists the last {_SHOWN_EVENTS} of {len(found)} events."
     rows = [[_clock(at), kind, what] for at, kind, what in sorted(found)[-_SHOWN_EVENTS:]]

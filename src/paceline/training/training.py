@@ -493,7 +493,7 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
         self._control.begin_loop(self.number)
-        self._control.own_times = self._report.own_times
+        self._control.own_times = self._report.clock.own_times
         for trained in context.optimizers:
             trained.optimizer.zero_grad()  # of a backward before the loop, or of a step that was left
         total = None
@@ -501,7 +501,8 @@ class Training:
             total = epochs * self.batches.steps_per_epoch
         if until is not None:
             total = until if total is None else min(total, until)
-        self._report.begin(self.number, total, self._facts, unit=context.count_unit)
+        counts_tokens = context.count_unit == "tokens"
+        self._report.begin(self.number, total, self._facts, counts_tokens=counts_tokens)
 
     def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         step = self._loop_state.step
@@ -540,7 +541,7 @@ class Training:
             )
         self.number, self._last = step.number, step._planned
         clock.end_step()
-        self._report.count(step.epoch, step.num_samples)
+        self._report.end_step(step.number, step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
             self._report.keep_values(step.number, step.epoch, measured, "rank0")
         checkpoints, control = self.checkpoints, self._control
@@ -548,7 +549,7 @@ class Training:
         if checkpoints is not None:
             own.save_failed |= checkpoints.poll(self.job)
             own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
-        own.times |= self._report.asks_for_times(is_last=is_last)
+        own.times |= self._report.clock.asks(is_last=is_last)
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
             self._apply(word)
@@ -581,7 +582,7 @@ class Training:
         if checkpoints is not None and checkpoints.last_saved != self.number:
             self._save(checkpoints, wait=True)
         self._report.end()
-        self._report.advise()
+        self._report.clock.advise()
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:
         return (epochs is not None and self.position.epoch >= epochs) or (
