@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.clock import step_clock
-from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed
+from paceline.errors import CollectiveTimeout, PeerFailed
 from paceline.job.job import Job
-from paceline.mpi import world
 
 # Ranks that MPI starts cannot import the tests.
 for module in (sys.modules[__name__], collective_programs, mpi_ranks):
     cloudpickle.register_pickle_by_value(module)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
-REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "SUM": lambda rows: rows.sum(0),
-    "AVG": lambda rows: rows.sum(0) / len(rows),
-    "PRODUCT": lambda rows: rows.prod(0),
-    "MIN": lambda rows: rows.amin(0),
-    "MAX": lambda rows: rows.amax(0),
-}
 
 
 def _values(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,17 +43,14 @@ def _values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reductions(job: Job) -> list[str]:
-    """Reductions and dtypes whose result is not that of torch's own operation on the rows of all ranks."""
+    """Means, which Gloo does not have, and what the group leaves to Gloo."""
     wrong = []
-    for dtype, name in itertools.product([*FLOATS, *INTEGERS], REDUCTIONS):
-        if name == "AVG" and dtype in INTEGERS:
-            continue
+    for dtype in FLOATS:
         rows = torch.stack([_values(rank, dtype) for rank in range(job.world_size)])
         mine = rows[job.rank].clone()
-        dist.all_reduce(mine, getattr(dist.ReduceOp, name))
-        wide = rows.float() if dtype in (torch.float16, torch.bfloat16) else rows
-        if not torch.equal(mine, REDUCTIONS[name](wide).to(dtype)):
-            wrong.append(f"{name} of {dtype}")
+        dist.all_reduce(mine, dist.ReduceOp.AVG)
+        if not torch.equal(mine, (rows.double().sum(0) / len(rows)).to(dtype)):
+            wrong.append(f"mean of {dtype}")
     sparse, flag = torch.eye(2).to_sparse(), torch.tensor(job.rank == 0)  # both through Gloo
     dist.all_reduce(sparse)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -196,13 +183,6 @@ class _SecondFails:
         return self.communicator.Iallreduce(*args)
 
 
-class _LostStore:
-    def check(self, *_: Any) -> Any:
-        raise dist.DistStoreError("wait timeout")
-
-    compare_set = set = check
-
-
 def _error_of(call: Any) -> tuple[Any, int]:
     """The error that a call raises, if any, and how many frames are in its traceback."""
     try:
@@ -217,7 +197,7 @@ def _error_of(call: Any) -> tuple[Any, int]:
 
 def _failed_queues(job: Job) -> dict[str, Any]:
     """What becomes of groups whose queue fails. Each has a group of its own."""
-    groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=6)) for _ in range(4)]
+    groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=6)) for _ in range(2)]
     found: dict[str, Any] = {}
 
     # A younger operation has the earlier deadline. The other ranks do not come.
@@ -243,36 +223,10 @@ def _failed_queues(job: Job) -> dict[str, Any]:
     del error, again
     gc.collect()
     found["memory is kept"] = kept() is not None
-
-    # A signal handler aborts the group while one of its operations advances.
-    queue = groups[2].queue
-
-    class Interrupted:
-        def Test(self) -> bool:
-            queue.close("a signal came.")
-            return False
-
-    def all_reduce(work: Any) -> None:
-        work.requests.append(Interrupted())
-
-    error, _ = _error_of(lambda: queue.submit(all_reduce, [], 5, blocking=True))
-    found["signal handler"] = isinstance(error, PeerFailed) and "a signal came" in str(error)
-
-    # The store has ended while the other ranks do not come.
-    if job.rank == 0:
-        work: Any = dist.all_reduce(torch.zeros(1), group=groups[3], async_op=True)
-        groups[3].queue._client = _LostStore()
-        _error_of(groups[3].queue.check_peers)
-        found["store"] = isinstance(work.error, PeerFailed) and "store has" in str(work.error)
     return found
 
 
 def _does_not_come(job: Job) -> tuple[Any, dict[str, Any]]:
-    # Only two ranks have sent or received something before.
-    if job.rank == 0:
-        dist.send(torch.ones(1), 1)
-    elif job.rank == 1:
-        dist.recv(torch.ones(1), 0)
     error = None
     if job.rank == 1:
         told = ["told/0", "told/2"]
@@ -299,17 +253,12 @@ def test_a_rank_that_failed_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
     outcomes = run_mpi_ranks("mpich", _does_not_come, nproc=3, folder=tmp_path)
     assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
     errors, queues = zip(*outcomes, strict=True)
     assert isinstance(errors[0], CollectiveTimeout), outcomes
-    assert errors[0].missing == [1], "rank 2 waits, though it has sent and received nothing"
-    assert errors[0].waited_s > 3
-    assert (
-        "an operation timed out after 3 s; ranks that have not reported that they reached it: rank 1."
-        in str(errors[0])
-    )
+    assert "`all_reduce` timed out after 3 s" in str(errors[0])
     assert isinstance(errors[2], PeerFailed), outcomes
     assert "rank 0 left this group after an error while this rank waited" in str(errors[2])
     for found in queues:
@@ -342,36 +291,6 @@ def test_ranks_that_mpi_has_not_started_are_refused() -> None:
     assert done.returncode != 0
     assert "the job has 2 ranks, but MPI has 1 process." in done.stderr
     assert "mpirun -n 2 python" in done.stderr
-
-
-class _OneProcess:
-    """The part of `mpi4py.MPI` that a group asks for, in a process that no launcher of MPI has started."""
-
-    @property
-    def COMM_WORLD(self) -> _OneProcess:
-        return self
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def Get_library_version(self) -> str:
-        return "MPICH 4.2"
-
-
-@pytest.mark.ci
-def test_a_group_of_processes_that_mpi_has_not_started_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(world, "library", _OneProcess)
-    store = dist.HashStore()
-    store.set("rank/1", "[0, 1]")
-    with pytest.raises(ConfigError) as caught:
-        world.open_communicator(store, 0, 2, timedelta(seconds=10))
-    assert "the 2 ranks of a group are not 2 processes of one MPI job." in str(caught.value)
-    assert "rank 0 of 1, rank 0 of 1" in str(caught.value)
 
 
 # A child that does not call exec, then one of three ends of the process.
@@ -418,6 +337,7 @@ def test_the_end_of_a_process(tmp_path: Path, end: str) -> None:
     assert lines == ["child False", "child False", *[f"rank {end == 'clean'}"] * 2]
 
 
+@pytest.mark.ci
 def test_one_thread_is_refused(tmp_path: Path) -> None:
     words, variables = mpi_command("mpich", 2)
     code = "import mpi4py; mpi4py.rc.thread_level = 'single'; from mpi4py import MPI\n" + JOIN

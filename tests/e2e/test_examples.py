@@ -222,10 +222,9 @@ def test_ranks_without_a_launcher_outlive_a_killed_worker(tmp_path: Path) -> Non
     ]
     _wait_for(tmp_path / "runs/parameter_server/snapshot.pt", ranks[0])
     ranks[3].kill()
-    output, errors = ranks[0].communicate(timeout=100)
+    output, _ = ranks[0].communicate(timeout=100)
     _check_parameter_server(output, 600)
     assert "worker 3 is left out" in output
-    assert "rank 3 does not answer remote calls" in errors
     for rank in ranks[1:]:
         rank.communicate(timeout=30)
         assert rank.returncode != 0

@@ -6,7 +6,6 @@ is in flight. Only a committed checkpoint whose bytes match their digests is loa
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -33,7 +32,7 @@ from paceline.checkpoint.store import (
 from paceline.checkpoint.writer import Buffer, Content, Save, SaveOutcome, Staging
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
-from paceline.job.arguments import require_integers
+from paceline.job.arguments import require_integers, require_positive
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
@@ -81,9 +80,7 @@ class Checkpoints:
         require_integers(1, or_none=True, every_steps=every_steps, every_epochs=every_epochs)
         require_integers(1, keep=keep)
         if every_s is not None:
-            is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
-            if not (is_number and 0 < every_s < math.inf):
-                raise ConfigError(f"every_s must be more than 0 and finite, got {every_s!r}.")
+            require_positive(every_s=every_s)
         if resume not in get_args(Resume):
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")

@@ -11,7 +11,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import random
 import sys
@@ -35,6 +34,7 @@ from paceline.errors import (
     refuse_different_values,
 )
 from paceline.job import current_step, environment, failures, ray, rendezvous
+from paceline.job.arguments import require_positive
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange
 from paceline.job.failures import Peers
@@ -354,9 +354,7 @@ def join(
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed must be a whole number, got {seed!r}.")
-    is_number = isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
-    if not is_number or not timeout_s > 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
+    require_positive(timeout_s=timeout_s)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh must be a paceline.Mesh, got {mesh!r}.")
     info = environment.read(os.environ)

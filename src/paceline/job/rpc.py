@@ -10,22 +10,22 @@ autograd are torch's own.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc as torch_rpc
 from torch.distributed.rpc.backend_registry import construct_rpc_backend_options
 
-from paceline.errors import ConfigError, PacelineError, PeerFailed, name_ranks
+from paceline.errors import ConfigError
+from paceline.job.arguments import require_integers, require_positive
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
 _SCHEME = "paceline-job"
-_PING_S = 2.0  # how long a rank that is alive may need to answer, once a call has failed
+_END_S = 1.0  # after an error, how long the job waits for remote functions that run here
 _running: Job | None = None
 
 
@@ -62,34 +62,14 @@ def rpc(
     Raises:
         ConfigError: a wrong argument, or RPC runs already.
         StepError: some ranks did not call `rpc`.
-        PeerFailed: a call failed, or the end of the block, because the process of another rank has ended.
+        PeerFailed: a call failed, or the end of the block, because another rank has failed. If its process
+            was killed, the error is torch's own.
 
     Collective: all ranks, in the same order as the job's other collectives.
     """
-    names = [f"rank{rank}" for rank in range(job.world_size)]
-    _refuse_wrong_use(job, timeout_s, num_worker_threads)
-    fix = "call it on every rank; a rank that only answers calls has an empty block."
-    gather(job, None, call="paceline.rpc", fix=fix)
-    _start(job, names, timeout_s, num_worker_threads, device_maps)
-    # Not a `finally`: after an error the job reports it to the other ranks before their calls break.
-    remove = job.on_leave(lambda: _end(job, names, timeout_s))
-    try:
-        yield names
-    except RuntimeError as error:
-        _reraise(job, names, error)
-    remove()
-    _end(job, names, timeout_s)
-
-
-def _refuse_wrong_use(job: Job, timeout_s: float, num_worker_threads: int) -> None:
     job.refuse_if_left()
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
-    if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
-        raise ConfigError(f"num_worker_threads must be at least 1, got {num_worker_threads!r}.")
-    if not torch_rpc.is_available():
-        raise ConfigError("this build of torch has no RPC.", fix="install a build for Linux.")
+    require_positive(timeout_s=timeout_s)
+    require_integers(1, num_worker_threads=num_worker_threads)
     if _running is not None:
         raise ConfigError(
             "RPC runs already in this process.",
@@ -97,6 +77,18 @@ def _refuse_wrong_use(job: Job, timeout_s: float, num_worker_threads: int) -> No
             why="torch has one RPC agent per process; after an error it ends with the job.",
             fix="use one `with paceline.rpc(job)` block at a time; after an error leave the job first.",
         )
+    names = [f"rank{rank}" for rank in range(job.world_size)]
+    fix = "call it on every rank; a rank that only answers calls has an empty block."
+    gather(job, None, call="paceline.rpc", fix=fix)
+    _start(job, names, timeout_s, num_worker_threads, device_maps)
+    # Not a `finally`: after an error the job reports it to the other ranks before their calls break.
+    remove = job.on_leave(lambda: _end(job, timeout_s))
+    try:
+        yield names
+    except RuntimeError as error:
+        job.reraise(error)
+    remove()
+    _end(job, timeout_s)
 
 
 def _start(
@@ -153,7 +145,7 @@ def _give_store(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
 dist.register_rendezvous_handler(_SCHEME, _give_store)
 
 
-def _end(job: Job, names: list[str], timeout_s: float) -> None:
+def _end(job: Job, timeout_s: float) -> None:
     global _running
     all_came = False
     try:
@@ -161,39 +153,12 @@ def _end(job: Job, names: list[str], timeout_s: float) -> None:
             # Torch's own wait cannot tell a rank that works from one that has ended.
             job.wait_for_all_ranks("the end of paceline.rpc")
             all_came = True
-    except RuntimeError as error:
-        _reraise(job, names, error)
     finally:
         _running = None
-        torch_rpc.shutdown(graceful=all_came, timeout=timeout_s)
-
-
-def _reraise(job: Job, names: list[str], error: RuntimeError) -> NoReturn:
-    """Raise the failure of a rank that caused `error`, if there is one; else `error`."""
-    if isinstance(error, PacelineError):
-        raise error
-    others = [rank for rank in range(job.world_size) if rank != job.rank]
-    pings = [torch_rpc.rpc_async(names[rank], os.getpid, timeout=_PING_S) for rank in others]
-    gone = [rank for rank, ping in zip(others, pings, strict=True) if not _answers(ping)]
-    if not gone:
-        raise error
-    try:
-        job.reraise(error)
-    except PeerFailed:
-        raise
-    except RuntimeError:
-        raise PeerFailed(
-            f"{name_ranks(gone)} does not answer remote calls any more.",
-            where=job.where(),
-            why=f"the process has ended, or is stopped ({str(error).splitlines()[0]}).",
-            fix=f"see the output of rank {gone[0]}.",
-            rank=gone[0],
-        ) from error
-
-
-def _answers(ping: Any) -> bool:
-    try:
-        ping.wait()
-    except RuntimeError:
-        return False
-    return True
+        if all_came:
+            torch_rpc.shutdown(timeout=timeout_s)
+        else:
+            # It waits for functions that others have called here, which may wait for a rank that has ended.
+            ending = threading.Thread(target=torch_rpc.shutdown, args=(False,), daemon=True)
+            ending.start()
+            ending.join(timeout=_END_S)

@@ -8,14 +8,9 @@ Progress
     an all-reduce of DDP, which waits in C++. A blocking call of MPI could not end after a timeout.
 
 Failure
-    MPI reports no rank that died, left or does not come. The ranks tell each other through the store, which a
-    waiting rank reads and writes four times a second:
-      - A rank whose operation failed, or that left with unfinished operations, writes why ("failed"). Ranks
-        that wait then raise PeerFailed. A rank that was killed writes nothing: the others wait until the
-        timeout.
-      - A rank that waits writes how many collectives it has entered ("arrived/RANK"), so that a timeout can
-        name the ranks that have not reported the same collective. A rank whose part of it ended at once, such
-        as the sender of a broadcast, has not reported it either.
+    MPI reports no rank that died, left or does not come. A rank whose operation failed, or that left with
+    unfinished operations, writes why to the store, which a waiting rank reads four times a second. Ranks that
+    wait then raise PeerFailed. A rank that was killed writes nothing: the others wait until the timeout.
 
     After a failure the ranks are no longer in step: every later operation raises the same error. Requests
     that have started cannot be withdrawn. Their memory is kept until the process ends. A rank whose group has
@@ -37,7 +32,7 @@ import torch.distributed as dist
 
 from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.credentials import redact
-from paceline.errors import CollectiveTimeout, PeerFailed, name_ranks
+from paceline.errors import CollectiveTimeout, PeerFailed
 from paceline.log import logger
 from paceline.mpi import world
 from paceline.shm.queued_work import Queue, QueuedWork
@@ -127,7 +122,6 @@ class RequestQueue(Queue[Work]):
         # A signal handler may close the queue while this thread holds the lock.
         super().__init__(rank, ranks, threading.RLock(), [])
         self._store = store
-        self._told = 0  # the number of entered collectives that the other ranks can read
 
     def submit(
         self,
@@ -239,7 +233,6 @@ class RequestQueue(Queue[Work]):
             if not self._works:
                 return
             try:
-                self._tell_arrival()
                 error = self._peer_failure() or self._timeout()
             except dist.DistError as lost:
                 error = PeerFailed(
@@ -260,11 +253,6 @@ class RequestQueue(Queue[Work]):
         except RuntimeError:
             logger.debug("the store has ended, so the other ranks cannot read: %s", why)
 
-    def _tell_arrival(self) -> None:
-        if self._told < self.num_issued:
-            self._client.set(f"arrived/{self._rank}", str(self.num_issued))
-            self._told = self.num_issued
-
     def _peer_failure(self) -> PeerFailed | None:
         if not self._client.check(["failed"]):
             return None
@@ -282,22 +270,12 @@ class RequestQueue(Queue[Work]):
         waited_s = time.monotonic() - work.issued
         if waited_s <= work.timeout_s:
             return None
-        missing = self._missing(work.number)
-        names = name_ranks(missing) if missing else "none"
-        what = (
-            f"an operation timed out after {waited_s:.0f} s; ranks that have not reported that they "
-            f"reached it: {names}."
-        )
         return CollectiveTimeout(
-            what, where=self._where(), missing=missing, waited_s=waited_s, cause_known=False
+            f"`{work.name}` timed out after {waited_s:.0f} s.",
+            where=self._where(),
+            why="another rank has not come; MPI does not tell which one.",
+            fix="start the job with `paceline run`, which shows where each rank waits.",
+            missing=[],
+            waited_s=waited_s,
+            cause_known=False,
         )
-
-    def _missing(self, number: int) -> list[int]:
-        """The other ranks that have not reported that they entered the collective with this number."""
-        missing = []
-        for rank, name in enumerate(self._ranks):
-            key = f"arrived/{rank}"
-            arrived = int(self._client.get(key)) if self._client.check([key]) else 0
-            if rank != self._rank and arrived < number:
-                missing.append(name)
-        return missing
