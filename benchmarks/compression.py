@@ -33,6 +33,7 @@ SIDES: dict[str, Any] = {
     "none": None,
     "fp16": "fp16",
     "bf16": "bf16",
+    "PowerSGD, rank 2": paceline.PowerSGD(rank=2, start_step=2),
 }
 _WIDTH = 2048
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")

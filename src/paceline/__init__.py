@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.metrics.step_loss import StepLoss as StepLoss
     from paceline.metrics.tensorboard import TensorBoard as TensorBoard
     from paceline.metrics.wandb import WandB as WandB
+    from paceline.parallel.compression import PowerSGD as PowerSGD
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
@@ -99,6 +100,7 @@ _HOMES = {
     "PeerFailed": "paceline.errors",
     "PerToken": "paceline.training.trainer",
     "pipeline": "paceline.parallel.pipeline",
+    "PowerSGD": "paceline.parallel.compression",
     "Preempted": "paceline.job.preemption",
     "RankDisagreement": "paceline.errors",
     "rpc": "paceline.job.rpc",

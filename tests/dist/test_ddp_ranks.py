@@ -220,9 +220,10 @@ def test_what_is_compiled_inside_of_ddp_trains_and_is_saved_as_the_plain_model()
 
 def _compressed(job: Any) -> list[list[float]]:
     found = []
-    for compress in (None, "fp16", "bf16"):
+    for compress in (None, "fp16", "bf16", paceline.PowerSGD(rank=2, start_step=3)):
         torch.manual_seed(7)
-        net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
+        layers = [nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 64)]
+        net = nn.Sequential(*(m for each in layers for m in (each, nn.Tanh())), nn.Linear(64, 3))
         model = paceline.ddp(job, net, bucket_mb=0.01, compress=compress)  # several buckets
         train(make_training(job, model, make_data(48), global_batch=12, micro_batch=2), until=8)
         found.append(weights_of(model))
@@ -235,11 +236,13 @@ def test_compressed_gradients(nproc: int, backend: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("PACELINE_BACKEND", backend)
     results = run_ranks(_compressed, nproc=nproc)
     assert all(result == results[0] for result in results)
-    none, fp16, bf16 = results[0]
+    none, fp16, bf16, power_sgd = results[0]
     # 11 and 8 bits of the mantissa; the weights are up to 0.6
     assert fp16 == pytest.approx(none, abs=2e-4)
     assert bf16 == pytest.approx(none, abs=2e-3)
+    assert power_sgd == pytest.approx(none, abs=0.1)
     assert fp16 != none != bf16
+    assert power_sgd != pytest.approx(none, abs=1e-4)
 
 
 class Tied(nn.Module):
@@ -299,6 +302,11 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     ),
     "compression": lambda job: paceline.ddp(job, Heads(), compress="int8"),
     "sparse": lambda job: paceline.ddp(job, nn.Embedding(4, 2, sparse=True), compress="bf16"),
+    "rank of PowerSGD": lambda job: paceline.PowerSGD(rank=0),
+    "start of PowerSGD": lambda job: paceline.PowerSGD(start_step=1),
+    "PowerSGD, loss scale": lambda job: _trained(
+        job, paceline.ddp(job, Heads(), compress=paceline.PowerSGD()), precision="fp16"
+    ),
     "compressed exact": lambda job: _trained(
         job, paceline.ddp(job, Heads(), compress="bf16"), reproducible=True
     ),

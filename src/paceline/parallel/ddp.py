@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError, listed
 from paceline.job.job import Job
+from paceline.parallel.compression import PowerSGD, compress_gradients, refuse_compression
 from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
@@ -40,10 +40,6 @@ from paceline.shm.group import ShmGroup
 DEFAULT_BUCKET_MB = 25.0
 # Attribute of a wrapper: the names and parameters that were trainable when DDP wrapped the model.
 _KNOWN = "_paceline_known"
-_CASTS: dict[str, Any] = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-}
 
 
 class Replica(DistributedDataParallel):
@@ -53,7 +49,7 @@ class Replica(DistributedDataParallel):
         compress: As given to `ddp`.
     """
 
-    compress: str | None = None
+    compress: str | PowerSGD | None = None
 
 
 def ddp(
@@ -62,7 +58,7 @@ def ddp(
     *,
     bucket_mb: float = DEFAULT_BUCKET_MB,
     find_unused: bool = False,
-    compress: str | None = None,
+    compress: str | PowerSGD | None = None,
 ) -> nn.Module:
     """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
@@ -74,8 +70,9 @@ def ddp(
         bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. Over Gloo and
             NCCL, on 3 and more ranks, the size changes the order of sums and so the last bits.
         find_unused: Search each forward for parameters that it does not use, or that are frozen. Slower.
-        compress: "fp16" or "bf16" casts gradients before they are sent, by torch's communication hooks. For
-            slow networks; the result is no longer that of one process.
+        compress: "fp16" or "bf16" casts gradients before they are sent, `PowerSGD(rank=4)` approximates them.
+            For slow networks; the result is no longer that of one process. PowerSGD begins anew when a
+            training is resumed.
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
@@ -85,7 +82,12 @@ def ddp(
 
     Collective: all ranks, once for each model, in the same order.
     """
-    _refuse_options(bucket_mb, compress, sparse=has_sparse_layer(module))
+    if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
+        raise ConfigError(
+            f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",
+            fix=f"leave bucket_mb out ({DEFAULT_BUCKET_MB:g} MiB), or give a number.",
+        )
+    refuse_compression(compress, sparse=has_sparse_layer(module))
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(
@@ -111,32 +113,11 @@ def ddp(
             job.data.group.share_gradients(p for _, p in known)
         if compress is not None:
             wrapper.compress = compress
-            cast, group = _CASTS[compress], job.data.group
-            # A function with another name: torch refuses its bf16 hook by name on CPU. Without annotations,
-            # which torch would compare with its own types.
-            wrapper.register_comm_hook(None, lambda state, bucket: cast(group, bucket))
+            compress_gradients(job, wrapper, compress)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
     return wrapper
-
-
-def _refuse_options(bucket_mb: Any, compress: Any, *, sparse: bool) -> None:
-    if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
-        raise ConfigError(
-            f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",
-            fix=f"leave bucket_mb out ({DEFAULT_BUCKET_MB:g} MiB), or give a number.",
-        )
-    if compress is None:
-        return
-    if compress not in ("fp16", "bf16"):
-        raise ConfigError(f"compress must be 'fp16', 'bf16' or None, got {compress!r}.")
-    if sparse:
-        raise ConfigError(
-            "compression cannot be combined with sparse gradients.",
-            why="torch does not cast them.",
-            fix="leave compress out, or build the layers with sparse=False.",
-        )
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
@@ -195,6 +176,16 @@ class DDPStrategy(Strategy):
 
     def check(self) -> None:
         check_parameters(self._job, self._models, self._optimizers)
+
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
+        may_skip = precision == "fp16" or skips_non_finite
+        hooks = [getattr(wrapper, "compress", None) for wrapper in self._wrappers]
+        if may_skip and any(isinstance(each, PowerSGD) for each in hooks):
+            raise ConfigError(
+                "PowerSGD cannot be combined with precision='fp16' or on_non_finite='skip'.",
+                why="NaN or infinity in a gradient corrupts PowerSGD's error feedback.",
+                fix="use precision='bf16' and on_non_finite='raise', or compress='fp16'.",
+            )
 
     def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
         for micro in super().micro_batches(step):

@@ -330,7 +330,7 @@ class FSDPStrategy(Strategy):
         super().leave_step()
         self._set_sync(True)
 
-    def check_precision(self, precision: str) -> None:
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         if precision == "fp16" and self._has_several_meshes():
             raise ConfigError(
                 "precision='fp16' is not supported with tensor_parallel.",

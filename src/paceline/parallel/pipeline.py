@@ -142,7 +142,7 @@ class PipelineStrategy(Strategy):
             )
         warn_untrained(model, self._optimizers)
 
-    def check_precision(self, precision: str) -> None:
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         if precision == "fp16":
             raise ConfigError(
                 "precision='fp16' is not supported with a pipeline.",

@@ -166,8 +166,12 @@ class Strategy:
 
     # Few strategies need the following.
 
-    def check_precision(self, precision: str) -> None:
-        """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16"."""
+    def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
+        """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16".
+
+        Args:
+            skips_non_finite: Whether the training goes on after a gradient with NaN or infinity.
+        """
 
     def run(self, loss: LossRun) -> None:
         """Run forward and backward of all micro-batches of a step."""

@@ -160,7 +160,7 @@ class Training:
         )
         self.precision = self._context.precision.name
         self._context.strategy.check()
-        self._context.strategy.check_precision(self.precision)
+        self._context.strategy.check_precision(self.precision, skips_non_finite=skips)
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         self._loop_state = LoopState(job)

@@ -34,7 +34,7 @@ _NODE = "torch.autograd.graph.Node"
 def token_divisor(global_batch: int) -> float:
     """The power of two nearest to the number of samples: that of tokens is not known yet.
 
-    It is constant, because exact sums carry their scales from step to step.
+    It is constant, because PowerSGD and exact sums carry gradients and their scales from step to step.
     """
     return 2.0 ** round(math.log2(global_batch))
 
