@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_trainings import make_training
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -50,7 +51,7 @@ class _Lines:
     def close(self) -> None: ...
 
 
-def _trains(job: Any, as_device: bool, count: str, bad_step: int, global_batch: int = 12) -> Any:
+def _trains(job: Any, as_device: bool, count: str, bad_step: int, global_batch: int) -> Any:
     if as_device:
 
         def copied(device: torch.device) -> _Event:
@@ -61,21 +62,20 @@ def _trains(job: Any, as_device: bool, count: str, bad_step: int, global_batch: 
         control_word._is_on_device = lambda value: isinstance(value, torch.Tensor)  # type: ignore[assignment]
         control_word._is_late = lambda device: True  # type: ignore[assignment]
         control_word._event_after = copied  # type: ignore[assignment]
+    torch.manual_seed(0)
     model = paceline.ddp(job, nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(
-        torch.randn(global_batch * STEPS, 4, generator=torch.Generator().manual_seed(1))
-    )
-    batches = paceline.Batches(job, data, global_batch=global_batch)
-    own = paceline.Training(job, model, optimizer, batches, count=count)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(global_batch * STEPS, 4, generator=generator))
+    own = make_training(job, model, data, global_batch=global_batch, count=count)
     logger = _Lines()
     own.report(loggers=[logger])
     failed_at = 0
+    is_bad = global_batch == 1 or job.rank == job.world_size - 1
     try:
         for step in own.steps(until=STEPS):
             for (x,) in step:
                 loss = model(x).square().sum()
-                if step.number == bad_step and job.rank == job.world_size - 1:
+                if step.number == bad_step and is_bad:
                     loss = loss * float("nan")
                 step.backward(loss, count=torch.tensor(len(x)), reduction="sum")
             step.update()
@@ -84,33 +84,38 @@ def _trains(job: Any, as_device: bool, count: str, bad_step: int, global_batch: 
                 own.log(reduce="sum", rank_sum=float(job.rank))
     except NonFinite as error:
         failed_at = error.facts["step"]
-    return logger.lines, dict(CALLS), failed_at
+    return logger.lines, CALLS.copy(), failed_at
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("count", ["samples", "tokens"])
+def _with_and_without(job: Any, count: str, global_batch: int) -> list[Any]:
+    plain = _trains(job, False, count, 0, global_batch)
+    as_device = _trains(job, True, count, 0, global_batch)
+    return [plain, as_device, _trains(job, True, count, 40, global_batch)]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "count", "global_batch"),
+    [
+        (2, "samples", 12),
+        (
+            3,
+            "tokens",
+            1,
+        ),  # ranks without a sample have nothing to copy, and send words of equal length
+        pytest.param(1, "tokens", 12, marks=pytest.mark.ci),
+        pytest.param(3, "tokens", 12, marks=pytest.mark.ci),
+    ],
+)
 def test_a_device_is_asked_seldom_and_the_logged_values_stay_the_same(
-    nproc: int, count: str
+    nproc: int, count: str, global_batch: int
 ) -> None:
-    want = run_ranks(_trains, False, count, 0, nproc=nproc)[0][0]
+    results = run_ranks(_with_and_without, count, global_batch, nproc=nproc)
+    want = results[0][0][0]
     assert list(want) == list(range(1, STEPS + 1))
-    for rank, (lines, calls, _) in enumerate(run_ranks(_trains, True, count, 0, nproc=nproc)):
-        if rank == 0:
-            assert lines == want
+    assert results[0][1][0] == want
+    for _, (_, calls, _), (_, _, failed_at) in results:
         assert calls["record"] < 0.5 * STEPS  # ten or more events in a sampled step, none in others
-        assert (
-            calls["copy"] < 0.5 * STEPS
-        )  # at most one for the losses and one for the counts of a word
+        # At most one for the losses and one for the counts of a word.
+        assert calls["copy"] < 0.5 * STEPS
         assert calls["synchronize"] <= calls["copy"]
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_loss_that_is_not_finite_is_found_through_the_copy(nproc: int) -> None:
-    outcomes = run_ranks(_trains, True, "samples", 40, nproc=nproc)
-    assert [failed_at for _, _, failed_at in outcomes] == [40] * nproc
-
-
-def test_a_rank_without_samples_sends_words_of_the_same_length() -> None:
-    """One sample a step, so the other ranks have none, and nothing to copy."""
-    want = run_ranks(_trains, False, "samples", 0, 1, nproc=3)[0][0]
-    assert run_ranks(_trains, True, "samples", 0, 1, nproc=3)[0][0] == want
+        assert failed_at == 40  # a loss that is not finite is found through the copy
