@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import small_gpt
 import torch
-from small_trainings import make_data
+from small_trainings import make_data, make_training, train
 from torch import nn
 
 import paceline
@@ -123,13 +123,9 @@ def _train_gpt(job: Any, folder: str) -> None:
     if job.rank == job.world_size - 1:
         net.head.register_forward_pre_hook(lambda *_: time.sleep(SLOW_LAYER_S))
     model = small_gpt.wrap(job, net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batches = paceline.Batches(job, small_gpt.make_tokens(16), global_batch=4)
-    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+    training = make_training(job, model, small_gpt.make_tokens(16), count="tokens")
     training.report(folder)
-    for step in training.steps(until=STEPS):
-        step.run(lambda batch: small_gpt.token_loss(model, batch), reduction="sum")
-        step.update()
+    train(training, small_gpt.token_loss, until=STEPS)
 
 
 @pytest.mark.parametrize("layout", AXES)
@@ -146,14 +142,10 @@ def test_a_rank_waits_for_a_slow_layer_of_the_other(tmp_path: Path, layout: str)
 
 def _two_loops(job: Any, folder: str) -> int:
     model = paceline.ddp(job, nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batches = paceline.Batches(job, make_data(), global_batch=6)
-    training = paceline.Training(job, model, optimizer, batches)
+    training = make_training(job, model, make_data(), global_batch=6)
     training.report(folder)
     for until in (2, 4):
-        for step in training.steps(until=until):
-            step.run(lambda batch: model(batch[0]).sum(), reduction="sum")
-            step.update()
+        train(training, until=until)
     return training.number
 
 

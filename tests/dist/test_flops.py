@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainings import make_data
+from small_trainings import make_data, make_training, train
 
 import paceline
 from paceline.clock.record import read_record
@@ -40,19 +40,12 @@ def test_it_is_shared_by_the_ranks() -> None:
 
 def _train(job: Any, folder: str) -> None:
     model = paceline.ddp(job, torch.nn.Linear(4, 3))
-    batches = paceline.Batches(job, make_data(24), global_batch=12)
-    training = paceline.Training(
-        job, model, torch.optim.SGD(model.parameters(), lr=0.01), batches, checkpoints=None
-    )
+    training = make_training(job, model, make_data(24), global_batch=12)
     for wrong in (0, -1.0, math.inf, math.nan):
         with pytest.raises(paceline.ConfigError, match="flops must be a number above 0"):
             training.report(folder, flops=wrong)
     training.report(folder, flops=2e6)
-    loss_fn = torch.nn.CrossEntropyLoss(reduction="sum")
-    for step in training.steps(until=60):
-        for x, y in step:
-            step.backward(loss_fn(model(x), y), count=len(x), reduction="sum")
-        step.update()
+    train(training, until=60)
 
 
 def test_the_report_of_a_run_has_it(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from small_gpt import GPT, make_tokens, token_loss, wrap
+from small_trainings import make_training, train
 from torch.distributed.tensor import DTensor
 
-import paceline
 from paceline import Mesh
 from paceline.testing import run_ranks
 
@@ -31,9 +31,10 @@ def _size_of(tensor: Any) -> int:
 def _held_bytes(job: Any) -> int:
     """Bytes of parameters, gradients and AdamW state on this rank, before an update."""
     model = wrap(job, GPT())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
-    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+    training = make_training(
+        job, model, make_tokens(8), optimizer=torch.optim.AdamW, count="tokens"
+    )
+    (optimizer,) = training.optimizers
     gradients = 0
 
     def measure(*_: Any) -> None:
@@ -42,9 +43,7 @@ def _held_bytes(job: Any) -> int:
         gradients = sum(_size_of(g) for g in held if g is not None)
 
     optimizer.register_step_pre_hook(measure)
-    for step in training.steps(epochs=1):
-        step.run(lambda batch: token_loss(training.models[0], batch), reduction="sum")
-        step.update()
+    train(training, token_loss, until=2)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     state = [value for p in parameters for value in optimizer.state[p].values()]
     return gradients + sum(map(_size_of, (*parameters, *state)))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainings import make_data
+from small_trainings import make_data, make_training, refusals
 from torch import nn
 
 import paceline
 from paceline import Mesh
-from paceline.errors import ConfigError, PacelineError, StepError
+from paceline.errors import ConfigError, StepError
 from paceline.job.job import Job
 from paceline.parallel import ddp, syncbn
 from paceline.testing import run_failing_ranks, run_ranks
@@ -268,36 +268,30 @@ def test_in_a_wrapped_model_with_copies_and_hooks() -> None:
         assert torch.equal(facts["var"], facts["copy"])
 
 
-def _converted_in_part(job: Job, when: str) -> str:
-    """The error of a training in which a rank has converted a layer that another has not."""
+def _wrong(job: Job, kind: str) -> None:
+    """Some ranks have converted a layer, or all have in a pipeline."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), inner)
-    converts = job.rank == 0 or when == "pipeline"
-    if converts and when != "after":
+    converts = job.rank == 0 or kind == "pipeline"
+    if converts and kind != "after":
         syncbn.sync_batchnorm(job, model)
-    if when == "pipeline":
+    if kind == "pipeline":
         model = paceline.pipeline(job, model, split="1")
     else:
         model = paceline.ddp(job, model)
-    if converts and when == "after":
+    if converts and kind == "after":
         syncbn.sync_batchnorm(job, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, make_data(8), global_batch=4)
-    try:
-        paceline.Training(job, model, optimizer, batches)
-    except PacelineError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    make_training(job, model, make_data(8))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_layer_that_some_ranks_have_converted_is_refused_on_all(when: str) -> None:
-    text = 'RankDisagreement: ranks hold different values of "names of synchronised BatchNorm layers": '
-    for error in run_ranks(_converted_in_part, when, nproc=2):
-        assert error.startswith(text + '["1.1"] on rank 0, [] on rank 1.')
+def test_a_layer_that_some_ranks_have_converted_is_refused_on_all() -> None:
+    text = 'ranks hold different values of "names of synchronised BatchNorm layers": '
+    for found in run_ranks(refusals, _wrong, ["before", "after"], nproc=2):
+        for kind in ("before", "after"):
+            assert found[kind][1].startswith(text + '["1.1"] on rank 0, [] on rank 1.')
 
 
 def test_a_pipeline_refuses_synchronised_layers_on_all_ranks() -> None:
     mesh = Mesh(pp=2, dp_replicate=2)
-    for error in run_ranks(_converted_in_part, "pipeline", nproc=4, mesh=mesh):
-        assert error.startswith("ConfigError: SyncBatchNorm is not supported in a pipeline.")
+    for found in run_ranks(refusals, _wrong, ["pipeline"], nproc=4, mesh=mesh):
+        assert found["pipeline"][1].startswith("SyncBatchNorm is not supported in a pipeline.")

@@ -11,7 +11,6 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigError, StepError
 from paceline.parallel import syncbn
-from paceline.parallel.modules import refuse_module
 
 
 class Net(nn.Module):
@@ -69,25 +68,6 @@ def test_frozen_layers_are_no_reason_to_warn() -> None:
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
     assert syncbn.plain_batchnorms(net) == ["0", "1"]
     assert syncbn.plain_batchnorms(net.eval()) == ["1"]
-
-
-def test_torchs_layer_is_refused_on_several_ranks_of_any_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with torch.device("meta"):  # in place of a GPU
-        net = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    assert syncbn.plain_batchnorms(net) == ["1"]  # so that `Trainer` converts it
-    with paceline.join() as job, monkeypatch.context() as patch:
-        patch.setattr(job, "device", torch.device("meta"))
-        refuse_module(job, net, wrap="paceline.ddp")
-        patch.setattr(job, "world_size", 2)
-        patch.setattr(syncbn.collectives, "gather", lambda _, value: [value, value])
-        for refuse in (
-            lambda: refuse_module(job, net, wrap="paceline.ddp"),
-            lambda: syncbn.agree_on_layers(job, [net]),  # after torch's DDP or fully_shard
-        ):
-            with pytest.raises(ConfigError, match=r"1: torch's SyncBatchNorm(.|\n)*sync_batchnorm"):
-                refuse()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
