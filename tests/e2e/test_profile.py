@@ -1,4 +1,4 @@
-"""`paceline profile`: one trace of all ranks, the costliest operations, and what the step clock says too."""
+"""`paceline profile`: one trace of all ranks, and the costliest operations."""
 
 from __future__ import annotations
 
@@ -10,95 +10,20 @@ from typing import Any
 
 import pytest
 from launching import finish, start
+from scripts import training_script
 
-from paceline.clock.record import read_record
 from paceline.profile.merge import RankProfile, overlap, summary
 
-SCRIPT = """
-import torch, paceline
-from paceline.clock.step_clock import clock
-
-# Each phase has one costly operation, so that its time is that of what the profiler has a name for.
-class Costly(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.eye(1000) / 1000)
-
-    def forward(self, x):
-        return (x @ self.weight @ self.weight).cosh()
-
-class CostlySGD(torch.optim.SGD):
-    def step(self, closure=None):
-        weight = self.param_groups[0]["params"][0].detach()
-        weight @ weight
-        return super().step(closure)
-
-ROWS = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0))  # on all ranks alike
-
-class Same(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1024
-
-    def __getitem__(self, index):
-        return ROWS
-
-def collate(samples):
-    return torch.stack(samples).sort().values
-
-with paceline.join(backend="gloo") as job:
-    model = paceline.ddp(job, Costly(), bucket_mb=0.5)
-    batches = paceline.Batches(job, Same(), global_batch=16, collate=collate)
-    training = paceline.Training(job, model, CostlySGD(model.parameters(), 1e-6), batches)
-    training.report("run")
-    for step in training.steps(until=24):
-        for x in step:
-            step.backward(model(x).sum(), count=len(x), reduction="sum")
-        step.update()
-        if step.number == 4:
-            clock.take()  # the clock counts from here on, as the profiler does
-"""
-
-
-# By phase of the clock: what torch's profiler calls it.
-PROFILED = {
-    "data": ("aten::stack", "aten::sort"),
-    "forward": ("DistributedDataParallel.forward",),
-    "backward": ("autograd::engine",),
-    "optimizer": ("Optimizer.step#CostlySGD.step",),
-}
-
-
-def _bounds_s(events: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """The least and the most seconds that each phase may have taken.
-
-    At least its own events; at most all from the end of the phase before to the begin of the next one.
-    A rank that waits for a core between two events may do so in either phase.
-    """
-    spans: list[tuple[str, float, float]] = []  # phase, begin and end of its events in one step
-    least = dict.fromkeys(PROFILED, 0.0)
-    end = 0.0
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        phases = [phase for phase, names in PROFILED.items() if event["name"].startswith(names)]
-        if not phases or event["ts"] < end:
-            continue  # inside another one
-        (phase,), begin, end = phases, event["ts"], event["ts"] + event["dur"]
-        least[phase] += event["dur"]
-        if spans and spans[-1][0] == phase:
-            begin = spans.pop()[1]
-        spans.append((phase, begin, end))
-    ends = [min(e["ts"] for e in events), *(end for _, _, end in spans)]
-    begins = [*(begin for _, begin, _ in spans[1:]), max(e["ts"] + e["dur"] for e in events)]
-    most = dict.fromkeys(PROFILED, 0.0)
-    for (phase, _, _), before, after in zip(spans, ends, begins, strict=False):
-        most[phase] += after - before
-    return {phase: (least[phase] / 1e6, most[phase] / 1e6) for phase in PROFILED}
+SCRIPT = training_script(
+    before_update="torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # the costliest operation",
+    epochs=3,
+)
 
 
 @pytest.mark.ci
-def test_a_trace_of_two_ranks_agrees_with_the_clock(tmp_path: Path) -> None:
+def test_a_trace_of_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    # One step more than there are: the trace is written after the training, not in the time of its last step.
-    words = ["profile", "--skip=4", "--steps=21", "--nproc-per-node=2", "train.py"]
+    words = ["profile", "--skip=4", "--steps=20", "--nproc-per-node=2", "train.py"]
     done = finish(start(words, tmp_path))
     assert done.code == 0, done.err
     assert "20 steps on 2 ranks" in done.out
@@ -113,13 +38,10 @@ def test_a_trace_of_two_ranks_agrees_with_the_clock(tmp_path: Path) -> None:
     assert names == ["rank 0", "rank 1"]
     assert min(e["ts"] for e in events if "ts" in e and e["ph"] == "X") == 0
 
-    windows = read_record(tmp_path / "run").windows
     for rank in range(2):
-        own = [e for e in events if e.get("ph") == "X" and e["pid"] == rank]
-        assert sum(e["name"] == "gloo:all_reduce" for e in own) >= 20
-        for phase, (least_s, most_s) in _bounds_s(own).items():
-            clock_s = sum(w.spent_s[phase][rank] for w in windows if w.step > 4)
-            assert 0.95 * least_s < clock_s < 1.05 * most_s, phase
+        own = [e["name"] for e in events if e.get("ph") == "X" and e["pid"] == rank]
+        assert sum(name.startswith(("gloo:all_reduce", "shm:")) for name in own) >= 20
+        assert any(name.startswith("autograd::engine") for name in own)
     assert not list(tmp_path.glob("paceline-profile-*"))
 
 
