@@ -61,6 +61,7 @@ def one_process() -> list[str]:
     return re.split(r"^=== \d+\n", text, flags=re.MULTILINE)[1:]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [n for n, (name, _) in enumerate(ONE_PROCESS) if name])
 def test_one_process(one_process: list[str], number: int) -> None:
     assert _first(one_process[number]) == ONE_PROCESS[number][0]

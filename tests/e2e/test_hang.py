@@ -9,7 +9,7 @@ import pytest
 from hangs import ALONE, KINDS, OTHERS_IN, alone_script, expected, extra_script, script, verdict
 from launching import rows_of, run
 
-IN_MAKE_TEST = ("sleeps", "calls another collective", "raised an error, and waits for ranks")
+IN_MAKE_TEST = ("sleeps", "raised an error, and waits for ranks")
 
 
 def _marks(name: str, ours: bool) -> list[pytest.MarkDecorator]:
@@ -104,33 +104,23 @@ def test_work_is_no_hang(tmp_path: Path) -> None:
     assert "compute() at train.py:8" in done.err
 
 
-def _is_alone(name: str, alone_s: float, after_s: float, tmp_path: Path) -> None:
-    """A rank that does something alone is no hang, and the job goes on to its end."""
-    words = f"--nproc-per-node=2 --hang-after={after_s} --on-hang=end"
-    done = run(words, alone_script(name, alone_s), tmp_path)
-    assert (done.code, done.out.count("done")) == (0, 2), done.err
-    assert "hang:" not in done.err
-    assert re.search(r"waiting: rank 0 .* has waited \d+ s in .*\n +rank 1 ", done.err), done.err
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.ci if name == "is debugged" else pytest.mark.slow)
-        if name != "receives"
-        else name
+        pytest.param(
+            name,
+            marks=pytest.mark.ci if name in ("is debugged", "receives") else pytest.mark.slow,
+        )
         for name in ALONE
     ],
 )
 def test_a_rank_in_its_own_code_is_no_hang(name: str, tmp_path: Path) -> None:
-    _is_alone(name, 6, 2, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("round_", range(3))
-@pytest.mark.parametrize("name", ALONE)
-def test_a_rank_in_its_own_code_for_long_is_no_hang(name: str, round_: int, tmp_path: Path) -> None:
-    _is_alone(name, 25, 10, tmp_path)
+    """It does something alone for 6 s, and the job goes on to its end."""
+    words = "--nproc-per-node=2 --hang-after=2 --on-hang=end"
+    done = run(words, alone_script(name, 6), tmp_path)
+    assert (done.code, done.out.count("done")) == (0, 2), done.err
+    assert "hang:" not in done.err
+    assert re.search(r"waiting: rank 0 .* has waited \d+ s in .*\n +rank 1 ", done.err), done.err
 
 
 @pytest.mark.slow

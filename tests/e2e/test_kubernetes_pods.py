@@ -147,7 +147,7 @@ def terminate(pods: Pods, gone: Any, *others: Any) -> None:
 def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
-    made = Hosts(6)
+    made = Hosts(4)
     try:
         yield Pods(tmp_path, made)
     finally:
@@ -186,6 +186,7 @@ def test_a_wrong_script_is_a_failure_that_counts_or_ends_the_job(
     assert pods.action(2) == "FailJob"
 
 
+@pytest.mark.ci
 def test_a_pod_that_is_ended_while_it_starts_does_not_wait(tmp_path: Path, pods: Pods) -> None:
     pod = pods.start(0)
     deadline = time.monotonic() + DEADLINE_S

@@ -66,6 +66,7 @@ def _files(*folders: str) -> set[str]:
     }
 
 
+@pytest.mark.ci
 def test_the_wheel_has_the_package_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -243,6 +243,7 @@ def test_bad_input_is_refused_with_a_reason(tmp_path: Path) -> None:
             assert "SyntaxError" in one.err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("limit", "more", "fix"),
     [
