@@ -56,11 +56,9 @@ if TYPE_CHECKING:
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.evaluation import parts as parts
-    from paceline.training.labels import count_labels as count_labels
     from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
-    from paceline.training.trainer import PerToken as PerToken
     from paceline.training.trainer import Trainer as Trainer
     from paceline.training.trainer import Validation as Validation
     from paceline.training.training import Training as Training
@@ -74,7 +72,6 @@ _HOMES = {
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
-    "count_labels": "paceline.training.labels",
     "CSV": "paceline.metrics.csv_table",
     "DataError": "paceline.errors",
     "ddp": "paceline.parallel.ddp",
@@ -98,7 +95,6 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "parts": "paceline.training.evaluation",
     "PeerFailed": "paceline.errors",
-    "PerToken": "paceline.training.trainer",
     "pipeline": "paceline.parallel.pipeline",
     "PowerSGD": "paceline.parallel.compression",
     "Preempted": "paceline.job.preemption",

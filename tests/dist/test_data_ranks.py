@@ -35,14 +35,6 @@ class Augmented:
         return index, torch.rand(()).item(), float(np.random.randn()), random.random()
 
 
-class Asking:
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int, generator: torch.Generator | None = None) -> Any:
-        return index, torch.randn((), generator=generator).item()
-
-
 class Stream(IterableDataset):  # type: ignore[type-arg]
     def __init__(self, size: int = 13) -> None:
         self.size = size
@@ -67,7 +59,7 @@ class Sharded:
 def _dataset(kind: str) -> Any:
     if kind == "tensors":
         return TensorDataset(torch.arange(13), torch.arange(13) * 2)
-    return {"augmented": Augmented, "asking": Asking, "stream": Stream, "sharded": Sharded}[kind]()
+    return {"augmented": Augmented, "stream": Stream, "sharded": Sharded}[kind]()
 
 
 def _rows(job: Job, kinds: list[str], workers: int, micro_batch: int, equal: bool) -> list[Any]:
@@ -101,7 +93,7 @@ def _rows(job: Job, kinds: list[str], workers: int, micro_batch: int, equal: boo
     return out
 
 
-KINDS = ["tensors", "augmented", "asking", "stream", "sharded"]
+KINDS = ["tensors", "augmented", "stream", "sharded"]
 # workers, micro_batch, equal
 CONFIGS = [(0, 2, False), (1, 2, False), (2, 2, False), (0, 1, True), (1, 1, True)]
 

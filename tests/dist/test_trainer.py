@@ -133,11 +133,12 @@ def _tokens(job: Any) -> list[float]:
 
     trainer = paceline.Trainer(
         lambda: _net().double(),
-        paceline.PerToken(loss),
+        loss,
         _adam,
         make_data(26, torch.float64),
         global_batch=13,  # divides 26, so that no step is small enough to hold no token
         micro_batch=1,
+        count="tokens",
     )
     torch.manual_seed(11)
     return weights_of(trainer.fit(2).model)
@@ -230,15 +231,16 @@ def _dicts(job: Any) -> list[float]:
     ]
 
     def loss(out: Any, batch: Any) -> Any:
-        return out.loss, paceline.count_labels(batch["labels"])
+        return out.loss, (batch["labels"] != -100).sum()
 
     trainer = paceline.Trainer(
         _ForTokens,
-        paceline.PerToken(loss),
+        loss,
         _adam,
         DataLoader(rows, batch_size=2, shuffle=True),  # type: ignore[arg-type]
         global_batch=8,
         validation=paceline.Validation(dataset=rows),
+        count="tokens",
     )
     torch.manual_seed(11)
     result = trainer.fit(2)
@@ -284,6 +286,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "loss of a number": {"loss": 5},
     "bound below 0, before the first forward": {"loss": _never, "clip_norm": -1.0},
     "loss per sample": {"loss": nn.CrossEntropyLoss(reduction="none")},
+    "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
     "callback": {"callbacks": [print]},
     "resume without a folder": {"resume": "must"},
@@ -325,13 +328,14 @@ def _with_strategies(job: Any, strategies: list[Any]) -> list[tuple[list[float],
     for strategy in strategies:
         trainer = paceline.Trainer(
             lambda: GPT().double(),
-            paceline.PerToken(_token_mean),
+            _token_mean,
             _adam,
             make_tokens(10),
             global_batch=4,
             validation=paceline.Validation(dataset=make_tokens(5), micro_batch=2),
             strategy=strategy,
             micro_batch=1,
+            count="tokens",
             callbacks=[events := Losses()],
         )
         result = trainer.fit(2, clip_norm=1.0)
@@ -383,7 +387,7 @@ def _with_transformers(job: Any) -> list[float]:
     loader = DataLoader(rows, batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
 
     def loss(output: Any, batch: BatchEncoding) -> tuple[torch.Tensor, torch.Tensor]:
-        return output.loss, paceline.count_labels(batch["labels"], shifted=True)
+        return output.loss, (batch["labels"][:, 1:] != -100).sum()
 
     config = GPT2Config(
         vocab_size=30, n_positions=6, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0
@@ -391,11 +395,12 @@ def _with_transformers(job: Any) -> list[float]:
     config.embd_pdrop = config.attn_pdrop = 0.0
     trainer = paceline.Trainer(
         lambda: GPT2LMHeadModel(config).double(),
-        paceline.PerToken(loss),
+        loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         loader,
         global_batch=6,
         validation=paceline.Validation(dataset=loader),
+        count="tokens",
     )
     result = trainer.fit(2)
     assert result.evaluation is not None
@@ -421,19 +426,13 @@ class _TwoTargets(torch.utils.data.Dataset[Any]):
         return x, {"class": y, "sum": x.sum()}
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean"])
-def test_a_target_may_have_several_parts(kind: str) -> None:
-    class Loss(nn.Module):
-        reduction = kind
-
-        def forward(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-            loss = F.cross_entropy(output, target["class"], reduction=kind)
-            squared = F.mse_loss(output.sum(1), target["sum"], reduction=kind)
-            return loss + squared
+def test_a_target_may_have_several_parts() -> None:
+    def loss(output: torch.Tensor, target: Any) -> torch.Tensor:
+        return F.cross_entropy(output, target["class"]) + F.mse_loss(output.sum(1), target["sum"])
 
     trainer = paceline.Trainer(
         lambda: _net().double(),
-        Loss(),
+        loss,
         _adam,
         data := _TwoTargets(),
         global_batch=3,
@@ -441,16 +440,9 @@ def test_a_target_may_have_several_parts(kind: str) -> None:
     )
     result = trainer.fit(1)
     x, target = default_collate([data[i] for i in range(7)])
-    whole = Loss()(result.model.eval()(x), target) / (7 if kind == "sum" else 1)
+    whole = loss(result.model.eval()(x), target)
     assert result.evaluation is not None
     assert result.evaluation.loss == pytest.approx(whole.item(), rel=1e-9)
-
-
-def test_a_loss_per_token_without_a_count_is_refused() -> None:
-    loss = paceline.PerToken(F.cross_entropy)  # type: ignore[arg-type]
-    trainer = paceline.Trainer(_net, loss, _adam, make_data(8), global_batch=4)
-    with pytest.raises(paceline.ConfigError, match="must return a pair, got Tensor"):
-        trainer.fit(1)
 
 
 def test_strategies_that_do_not_fit_are_refused() -> None:

@@ -43,7 +43,7 @@ with paceline.join(seed=1) as job:
     net = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 10))
     model = paceline.ddp(job, net.to(job.device))
     batches = paceline.Batches(job, data, global_batch=256, workers=1)
-    training = paceline.Training(job, model, torch.optim.AdamW(model.parameters()), batches, precision="auto",
+    training = paceline.Training(job, model, torch.optim.AdamW(model.parameters()), batches, precision="bf16",
                                  checkpoints=paceline.Checkpoints("checkpoints", every_steps=20))
     training.report("run", flops=6 * sum(p.numel() for p in net.parameters()))
     for step in training.steps(until=400):

@@ -44,8 +44,8 @@ class Batches:
             for a stream; shuffle a stream inside the dataset. Not for a `DataLoader`.
         workers: Loader processes of each rank; 0 loads in this process. None means 0, or the loader's number.
         sample_randomness: Draw each sample's randomness from `(seed, epoch, sample)`. Costs about
-            7 us a sample (1 us if `__getitem__` takes a `generator`). False leaves all generators
-            alone and uses the dataset's `__getitems__` if it has one.
+            7 us a sample. False leaves all generators alone and uses the dataset's `__getitems__` if it has
+            one.
         collate: Makes a batch of a list of samples; None is torch's `default_collate`. Not for a
             `DataLoader`.
         drop_last: Leave out the last step of an epoch if it has fewer than `global_batch` samples. None

@@ -4,16 +4,14 @@ A front to a dataset's `__getitem__` (or `__getitems__`) and torch's `default_co
 `TensorDataset` are indexed directly. An exception of the dataset becomes a `DataError` that names the
 sample.
 
-The randomness of a sample is the same on any rank and worker, in any micro-batch and after a restart. A
-dataset whose `__getitem__` has a parameter `generator` gets a `torch.Generator`. For all others, the global
-generators of torch (CPU), numpy and `random` are seeded before each sample. Draws on an accelerator, or
-from generators that the dataset makes itself, are not covered.
+The randomness of a sample is the same on any rank and worker, in any micro-batch and after a restart: the
+global generators of torch (CPU), numpy and `random` are seeded before each sample. Draws on an accelerator,
+or from generators that the dataset makes itself, are not covered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -136,8 +134,6 @@ class Samples:
             self._rows = _from_the_start(rows, len(self.tensors[0]))
         self._batched = getattr(self._dataset, "__getitems__", None)
         self._sample_randomness = sample_randomness
-        self._takes_generator = sample_randomness and _takes_generator(self._dataset)
-        self._generator: torch.Generator | None = None  # made at first use: it cannot be pickled
 
     @property
     def ids_device(self) -> torch.device:
@@ -172,17 +168,16 @@ class Samples:
                 layer.set_epoch(epoch)
                 attributes[_EPOCH] = epoch
         self._epoch = epoch
-        seeds_globals = self._sample_randomness and not self._takes_generator
         in_worker = self.errors.worker is not None
-        with keep_globals() if seeds_globals and not in_worker else contextlib.nullcontext():
+        seeds_here = self._sample_randomness and not in_worker
+        with keep_globals() if seeds_here else contextlib.nullcontext():
             id_list = ids.tolist()
             rows = self._rows_of(ids, id_list)
+            keys = None
             if self._sample_randomness:
                 named = ids.numpy() if place is None else np.arange(place, place + len(ids))
                 keys = sample_keys((seed, self._purpose, epoch), named)
-                samples = self._read_seeded(id_list, rows, keys)
-            else:
-                samples = self._read_unseeded(id_list, rows)
+            samples = self._read_samples(id_list, rows, keys)
             if self._collate is not default_collate:
                 self.errors.refuse_missing(id_list, samples)
             try:
@@ -211,47 +206,28 @@ class Samples:
             raise self.errors.not_read(ids.tolist(), error, "") from error
         return rows
 
-    def _read_unseeded(self, id_list: list[int], rows: list[int]) -> list[Any]:
-        if self._batched is None:
-            return [
-                self._read_one(sample_id, row) for sample_id, row in zip(id_list, rows, strict=True)
-            ]
-        try:
-            return list(self._batched(rows))
-        except Exception as error:
-            raise self._not_read(id_list, error) from error
-
-    def _read_seeded(self, id_list: list[int], rows: list[int], keys: list[int]) -> list[Any]:
+    def _read_samples(
+        self, id_list: list[int], rows: list[int], keys: list[int] | None
+    ) -> list[Any]:
+        """The samples, each with its own randomness if keys are given."""
+        if keys is None and self._batched is not None:
+            try:
+                return list(self._batched(rows))
+            except Exception as error:
+                raise self._not_read(id_list, error) from error
         samples = []
-        if self._takes_generator and self._generator is None:
-            self._generator = torch.Generator()
-        for sample_id, row, key in zip(id_list, rows, keys, strict=True):
-            if self._generator is not None:
-                self._generator.manual_seed(key)
-                samples.append(self._read_one(sample_id, row, generator=self._generator))
-            else:
-                seed_globals(key)
-                samples.append(self._read_one(sample_id, row))
+        for number, (sample_id, row) in enumerate(zip(id_list, rows, strict=True)):
+            if keys is not None:
+                seed_globals(keys[number])
+            try:
+                samples.append(self._dataset[row])
+            except Exception as error:
+                raise self._not_read([sample_id], error) from error
         return samples
-
-    def _read_one(self, sample_id: int, row: int, **options: Any) -> Any:
-        try:
-            if options:
-                return self._dataset.__getitem__(row, **options)
-            return self._dataset[row]
-        except Exception as error:
-            raise self._not_read([sample_id], error) from error
 
     def _not_read(self, id_list: list[int], error: Exception) -> DataError:
         why = f"`__getitem__` of {type(self._dataset).__name__} raised."
         return self.errors.not_read(id_list, error, why)
-
-
-def _takes_generator(dataset: Any) -> bool:
-    try:
-        return "generator" in inspect.signature(dataset.__getitem__).parameters
-    except (TypeError, ValueError):
-        return False  # written in C, without a signature
 
 
 def _layers(dataset: Any) -> list[Any]:
@@ -265,8 +241,8 @@ def _layers(dataset: Any) -> list[Any]:
 def _unwrap_subsets(dataset: Any) -> tuple[Any, torch.Tensor | None]:
     """The innermost dataset under torch's Subset (`random_split`), and the row of each sample in it.
 
-    So the fast path for tensors and the `generator` parameter also work for a subset. The rows are None if
-    there is no subset. A subset whose indices are not integers, such as keys, counts as a dataset.
+    So the fast path for tensors also works for a subset. The rows are None if there is no subset. A subset
+    whose indices are not integers, such as keys, counts as a dataset.
     """
     *subsets, inner = _layers(dataset)
     rows: torch.Tensor | None = None

@@ -135,7 +135,6 @@ class Step:
         "_micro_losses",
         "_num_begun",
         "_num_not_updated",
-        "_only_batch",
         "_planned",
         "_records",
         "ends_epoch",
@@ -152,7 +151,6 @@ class Step:
         self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None  # the current one
         self._num_begun = 0  # micro-batches that the loop or `run` has got
-        self._only_batch: Iterator[Any] | None = None  # the loop that `batch` stands for
         self._num_not_updated = len(self._records)  # optimizers
         self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
@@ -172,7 +170,7 @@ class Step:
             raise self._error(
                 "the loop over the micro-batches of this step has begun already.",
                 why="it gives the samples of the step once.",
-                fix="use `for batch in step` once, or `step.batch` in its place.",
+                fix="use `for batch in step` once.",
             )
         return self._run_micro_batches()
 
@@ -203,34 +201,6 @@ class Step:
                 clock.enter(DATA)
         if left := [record for record in self._records if not record.is_complete]:
             self._complete_gradients(left)
-
-    @property
-    def batch(self) -> Any:
-        """The batch of this rank, on its device, if the step has one micro-batch.
-
-        It stands for the loop over micro-batches: read it, call `backward` once, then `update`.
-
-        Raises:
-            StepError: the step has several micro-batches, or none on this rank; the training is
-                reproducible, or its model is a pipeline.
-
-        Collective: all ranks.
-        """
-        if self._only_batch is None:
-            if self._planned.num_micro_batches != 1:
-                raise self._error(
-                    "`step.batch` cannot stand for the loop over micro-batches.",
-                    why=f"this rank has {self._planned.num_micro_batches} micro-batches in this step.",
-                    fix="write the loop: `for batch in step: ... step.backward(loss)`.",
-                )
-            self._only_batch = iter(self)
-            next(self._only_batch)
-        if self._micro is None:
-            raise self._error(
-                "`step.batch` was read after the micro-batches of the step had ended.",
-                fix="keep the batch: `batch = step.batch`, before `step.update`.",
-            )
-        return self._micro.batch
 
     def _begin_collectives(self) -> None:
         if (exchange := self._context.job.exchange) is not None:
@@ -451,8 +421,6 @@ class Step:
         records = self._records_of(optimizer)
         for record in records:
             self._refuse_update(record)
-        if self._only_batch is not None and self._num_not_updated == len(records):
-            next(self._only_batch, None)  # ends its micro-batch
         check_clip_norm(clip_norm)
         clock.enter(OPTIMIZER)
         for record in records:
@@ -682,7 +650,7 @@ class Step:
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
-                fix="call step.update after the loop; `step.batch` cannot stand for that loop.",
+                fix="call step.update after the loop.",
             )
 
     def _backward_fix(self) -> str:

@@ -38,7 +38,7 @@ from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step
 from paceline.training.training import Training
-from paceline.training.weight import Reduction, as_sum
+from paceline.training.weight import as_sum
 
 Batch = Any
 Wrap = Callable[[Job, nn.Module], nn.Module]
@@ -92,28 +92,6 @@ class Validation:
         return step.ends_epoch and (step.epoch + 1) % (self.every_epochs or 1) == 0
 
 
-@dataclass(frozen=True)
-class PerToken:
-    """A loss function that returns a pair (mean over tokens, number of tokens); tokens have equal weight.
-
-    Raises:
-        ConfigError: when it is called, if the function returns no pair.
-
-    Collective: none.
-    """
-
-    loss: Callable[..., tuple[torch.Tensor, int | torch.Tensor]]
-
-    def __call__(self, output: Any, target: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-        result = self.loss(output, target)
-        if not isinstance(result, tuple):
-            raise ConfigError(
-                f"the function given to PerToken must return a pair, got {type(result).__name__}.",
-                fix="return (mean over tokens, number of tokens).",
-            )
-        return result
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """What `Trainer.fit` returns.
@@ -140,16 +118,16 @@ class Trainer:
     Args:
         model: A module, or a function without arguments that builds it. The function is called after the
             generators are seeded, so its weights depend on the seed.
-        loss: `loss(output, target)`: the mean over the samples of the batch, or `PerToken(...)` of a function
-            that returns a pair (mean, number of tokens). A module may have `reduction="sum"`. The target may
-            have any form. If batches are dicts,
+        loss: `loss(output, target)`: the mean over the samples of the batch; with `count="tokens"` a pair
+            (mean over tokens, number of tokens). The target may have any form. If batches are dicts,
             the model gets their entries as keyword arguments, and the loss gets the output and the batch.
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
         micro_batch: Largest forward of one rank, in samples. None is a rank's whole share.
         workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
-        precision: "fp32", "bf16", "fp16" or "auto".
+        count: "samples", or "tokens" to give each token the same weight; see `Training`.
+        precision: "fp32", "bf16" or "fp16".
         on_non_finite: "raise" or "skip", for gradients with NaN or infinity; see `Training`.
         validation: What to evaluate, and when. Forwards use `precision` there too.
         schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
@@ -178,6 +156,7 @@ class Trainer:
     global_batch: int | None = None
     micro_batch: int | None = None
     workers: int | None = None
+    count: str = "samples"
     precision: str = "fp32"
     on_non_finite: Literal["raise", "skip"] | None = None
     validation: Validation | None = None
@@ -198,7 +177,6 @@ class Trainer:
         _refuse_strategy(self.strategy)
         self._callbacks = Callbacks(self.callbacks)
         _refuse_loss(self.loss)
-        self._reduction: Reduction = "sum" if _is_sum(self.loss) else "mean"
 
     def fit(
         self,
@@ -280,7 +258,7 @@ class Trainer:
             schedule=schedule,
             precision=self.precision,
             on_non_finite=self.on_non_finite,
-            count="tokens" if isinstance(self.loss, PerToken) else "samples",
+            count=self.count,
             checkpoints=checkpoints,
             reproducible=self.reproducible,
             desync_every=self.desync_every,
@@ -308,7 +286,7 @@ class Trainer:
             )
             steps = ()
         for step in steps:
-            step.run(partial(self._forward, model), reduction="sum" if _is_sum(self.loss) else None)
+            step.run(partial(self._forward, model))
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
             call("on_step_end", training, step)
@@ -347,7 +325,7 @@ class Trainer:
         """The score without `Validation.score`: `evaluate` divides a sum by the number of samples."""
         result = self._forward(model, batch)
         loss, count = result if isinstance(result, tuple) else (result, num_rows(batch))
-        return {"loss": (as_sum(loss, count, self._reduction), count)}
+        return {"loss": (as_sum(loss, count, "mean"), count)}
 
 
 def _refuse_strategy(strategy: str | Mesh | Wrap) -> None:
@@ -398,12 +376,8 @@ def _refuse_loss(loss: Any) -> None:
             f"loss must be a function of output and target, got {loss!r}.",
             fix="loss=torch.nn.functional.cross_entropy",
         )
-    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") not in ("sum", "mean"):
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") != "mean":
         raise ConfigError(
             f"{type(loss).__name__} has reduction={loss.reduction!r}.",
             fix=f"{type(loss).__name__}(), whose loss is the mean.",
         )
-
-
-def _is_sum(loss: Callable[..., Any]) -> bool:
-    return isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") == "sum"

@@ -70,7 +70,7 @@ class Training:
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
             optimizer steps, so it is the same for any number of ranks. Step one that counts epochs, or that
             takes a metric, in your loop, and give it to `keep`.
-        precision: "fp32", "bf16" or "fp16" autocast; "auto" is bf16 on hardware that has it, else fp32.
+        precision: "fp32", or "bf16" or "fp16" autocast.
         on_non_finite: What happens in a step whose gradient is NaN or infinite, decided alike on all ranks.
             "skip" leaves its update out: parameters, optimizer and schedule stay as they are, as with torch's
             `GradScaler`. "raise" raises NonFinite on all ranks; in fp16 only if the loss is NaN or infinite,
@@ -141,7 +141,7 @@ class Training:
         )
         self.reproducible = reproducible
         self.number = 0
-        formats = Precision(precision, job, reproducible=reproducible)
+        formats = Precision(precision, job.device)
         skips = on_non_finite == "skip" or (on_non_finite is None and formats.name == "fp16")
         self._control = Control(job, self._samples_at, skips_non_finite=skips)
         trained = trained_optimizers(self.models, self.optimizers, schedule)
