@@ -7,6 +7,7 @@ metrics.jsonl (one JSON line per step), checkpoints, and model.pth.
 """
 
 import argparse
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,12 +44,12 @@ def make_model() -> nn.Module:
     )
 
 
-def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     images, labels = batch
     logits = model(images)
     return {
-        "loss": F.cross_entropy(logits, labels, reduction="sum"),
-        "accuracy": (logits.argmax(1) == labels).sum(),
+        "loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)),
+        "accuracy": ((logits.argmax(1) == labels).sum(), len(labels)),
     }
 
 

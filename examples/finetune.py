@@ -39,9 +39,8 @@ def pad(lines: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def score(model, batch):
     out = model(**batch)
-    tokens = (
-        batch["labels"][:, 1:] != IGNORED
-    ).sum()  # each token is predicted from those before it
+    # Each token is predicted from those before it, so the first label of a line is no target.
+    tokens = (batch["labels"][:, 1:] != IGNORED).sum()
     return {"loss": (out.loss * tokens, tokens)}
 
 

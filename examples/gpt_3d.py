@@ -149,7 +149,10 @@ def main() -> None:
 
         training.export(f"{args.folder}/model.pth")  # the whole model, as one process has it
         loss = paceline.evaluate(
-            job, model, test, lambda model, batch: {"loss": token_loss(model, batch)}
+            job,
+            model,
+            test,
+            lambda model, batch: {"loss": (token_loss(model, batch), len(batch[0]))},
         ).loss
         if job.rank == 0:
             print(f"{job.mesh}: loss {loss:.4f} on sums that were not trained on")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from small_trainings import refusals
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import DataError, PeerFailed
@@ -34,8 +34,8 @@ def _score(model: nn.Module, batch: Any) -> dict[str, Any]:
     x, y = batch
     logits = model(x)
     return {
-        "loss": F.cross_entropy(logits, y, reduction="sum"),
-        "accuracy": (logits.argmax(1) == y).sum(),
+        "loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)),
+        "accuracy": ((logits.argmax(1) == y).sum(), len(y)),
         "per_token": (logits.sum(), 3 * len(y)),
     }
 
@@ -190,28 +190,20 @@ def test_list_states_of_metrics_keep_their_entries_and_order() -> None:
 
 
 def _bad(job: Any, kind: str) -> None:
-    scored: list[int] = []
-
     def score(model: nn.Module, batch: Any) -> dict[str, Any]:
-        x, _ = batch
+        x, y = batch
         if kind == "vector":
-            return {"loss": model(x)}
-        if kind == "mean":
-            loss = nn.functional.mse_loss(
-                model(x), batch[1].float().reshape(-1, 1).expand_as(model(x))
-            )
-            return {"loss": loss}
-        if kind == "bare":
-            return model(x).sum()  # type: ignore[return-value]
+            return {"loss": (model(x), len(y))}
+        if kind == "number":
+            return {"loss": F.cross_entropy(model(x), y)}
+        if kind == "no name":
+            return model(x).sum(), len(y)  # type: ignore[return-value]
         if kind == "rows":
             return {"r": model(x).sum()}
         if kind == "name":
-            return {"values": 1.0}
+            return {"values": (1.0, 1)}
         if kind == "texts":
             return {"r": ("text",)}
-        if kind == "pairs":
-            scored.append(len(x))
-            return {"r": (1.0, len(x)) if len(scored) == 1 else 1.0}
         return {"r": model(x)}
 
     data: Any = _data(9)
@@ -247,15 +239,14 @@ def _bad(job: Any, kind: str) -> None:
 
 WRONG = {
     "vector": "StepError",
-    "mean": "StepError",
-    "bare": "StepError",
+    "number": "StepError",
+    "no name": "StepError",
     "rows": "StepError",
     "tuple": "StepError",
     "empty": "ConfigError",
     "stream": "ConfigError",
     "lengths": "StepError",
     "name": "StepError",
-    "pairs": "StepError",
     "texts": "StepError",
 }
 
@@ -265,6 +256,7 @@ def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
         assert "'texts' of Texts has entries of type str" in found["texts"][1]
+        assert 'return {"loss": (total, len(batch[0]))}' in found["number"][1]
 
 
 def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:
@@ -291,52 +283,11 @@ def test_a_rank_that_fails_before_an_evaluation_is_named() -> None:
     assert "of this rank" in str(outcomes[0].error)
 
 
-def _keep_even(rows: list[Any]) -> Any:
-    return default_collate([row for row in rows if row[1] == 0])
-
-
-def _dropped(job: Any) -> dict[str, Any]:
-    x = torch.randn(8, 3)
-    data = TensorDataset(x, torch.arange(8) % 2)
-    found: dict[str, Any] = {}
-
-    def sums(model: nn.Module, batch: Any) -> dict[str, Any]:
-        return {"n": float(len(batch[0]))}
-
-    def pairs(model: nn.Module, batch: Any) -> dict[str, Any]:
-        return {"n": (3.0 * len(batch[0]), len(batch[0]))}
-
-    def time_major(rows: list[Any]) -> Any:
-        return torch.stack([row[0] for row in rows], 1)  # (3, count)
-
-    for where, loader in {
-        "loader": DataLoader(data, batch_size=4, collate_fn=_keep_even),
-        "workers": DataLoader(data, batch_size=4, collate_fn=_keep_even, num_workers=1),
-    }.items():
-        with pytest.raises(paceline.StepError, match="4 samples has tensors of 2 rows") as e:
-            paceline.evaluate(job, _model(), loader, sums)
-        found[where] = str(e.value)
-    found["pairs"] = paceline.evaluate(
-        job, _model(), DataLoader(data, batch_size=4, collate_fn=_keep_even), pairs
-    ).n
-    found["time"] = paceline.evaluate(
-        job, _model(), DataLoader(data, batch_size=4, collate_fn=time_major), sums
-    ).n
-    return found
-
-
-def test_a_sum_over_a_batch_with_dropped_samples_is_refused() -> None:
-    (found,) = run_ranks(_dropped, nproc=1)
-    assert "the collate function drops samples" in found["loader"]
-    assert found["pairs"] == 3.0
-    assert found["time"] == 1.0
-
-
 def test_a_model_that_has_diverged_can_be_evaluated() -> None:
     values = {"both": [math.inf, -math.inf], "large": [1e308, 1e308], "small": [0.1, 0.2]}
 
-    def score(model: Any, batch: Any) -> dict[str, float]:
-        return {name: each[int(batch[0])] for name, each in values.items()}
+    def score(model: Any, batch: Any) -> dict[str, Any]:
+        return {name: (each[int(batch[0])], 1) for name, each in values.items()}
 
     with paceline.join() as job:
         found = paceline.evaluate(job, _model(), torch.arange(2), score, micro_batch=1)
@@ -414,16 +365,6 @@ class TensorBatches(torch.utils.data.Dataset[Any]):
         return _data(29)[3 * index : 3 * index + 3]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_streams_and_loaders_give_what_the_dataset_gives(nproc: int) -> None:
-    want = run_ranks(_evaluate, [29], 0, nproc=1)[0][0]
-    for results in run_ranks(_evaluate_streams, nproc=nproc):
-        for name, (num_samples, values) in results.items():
-            assert num_samples == (28 if name == "batch sampler" else 29)
-            if name != "batch sampler":
-                assert values == want
-
-
 def _bad_stream(job: Any, kind: str) -> None:
     loader = DataLoader(_data(9), 3)
     data: Any = {
@@ -464,12 +405,6 @@ def _rows_of_streams(job: Any) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_rows_of_streams_are_in_their_order(nproc: int) -> None:
-    for found in run_ranks(_rows_of_streams, nproc=nproc):
-        assert found == [[float(i) for i in range(11)]] * 2
-
-
 class Reordered(IterableDataset[Any]):
     """The numbers 0 to 8, from the second on in an order from torch's global generator."""
 
@@ -486,12 +421,6 @@ def _reordered(job: Any) -> Any:
         job, model, Reordered(), lambda model, x: {"x": x}, metrics={"x": "rows"}, micro_batch=2
     ).x
     return rows.tolist(), torch.equal(state, torch.get_rng_state())
-
-
-def test_a_stream_may_shuffle_with_the_global_generators() -> None:
-    for rows, unchanged in run_ranks(_reordered, nproc=2):
-        assert sorted(rows) == list(range(9)) != rows
-        assert unchanged
 
 
 def _bad_streams(job: Any) -> dict[str, Any]:
@@ -537,10 +466,29 @@ def _own_loop(job: Any, lengths: list[int]) -> list[list[float]]:
     return results
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_a_validation_loop_over_parts_gives_what_evaluate_gives(nproc: int) -> None:
-    found = run_ranks(_own_loop, [1, 7, 16], nproc=nproc)
-    assert found == [found[0]] * nproc
+def _in_each_way(job: Any) -> dict[str, Any]:
+    return {
+        "dataset": _evaluate(job, [29], 0)[0],
+        "streams": _evaluate_streams(job),
+        "rows": _rows_of_streams(job),
+        "shuffled": _reordered(job),
+        "own loop": _own_loop(job, [1, 7, 16]),
+    }
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_streams_loaders_rows_and_own_loops_give_what_the_dataset_gives(nproc: int) -> None:
+    ranks = run_ranks(_in_each_way, nproc=nproc)
+    assert [each["own loop"] for each in ranks] == [ranks[0]["own loop"]] * nproc
+    for found in ranks:
+        for name, (num_samples, values) in found["streams"].items():
+            assert num_samples == (28 if name == "batch sampler" else 29)
+            if name != "batch sampler":
+                assert values == found["dataset"]
+        assert found["rows"] == [[float(i) for i in range(11)]] * 2
+        shuffled, unchanged = found["shuffled"]
+        assert sorted(shuffled) == list(range(9)) != shuffled
+        assert unchanged
 
 
 def _wrong_parts(job: Any, kind: str) -> None:

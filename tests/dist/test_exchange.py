@@ -40,7 +40,7 @@ def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
         "load_state_dict": lambda: training.load_state_dict(training.state_dict()),
         "resume": training.resume,
         "evaluate": lambda: paceline.evaluate(
-            job, model, make_data(), lambda m, b: {"loss": loss_sum(m, b)}
+            job, model, make_data(), lambda m, b: {"loss": (loss_sum(m, b), 1)}
         ),
         "loss": lambda: float(step.loss),
         "agree": lambda: paceline.agree(job, "a value", 1),

@@ -33,7 +33,7 @@ def _decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 def _score(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {"loss": loss_sum(model, batch)}
+    return {"loss": (loss_sum(model, batch), len(batch[1]))}
 
 
 class _Events(paceline.Callback):

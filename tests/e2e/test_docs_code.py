@@ -59,8 +59,8 @@ class Transformer(torch.nn.Module):
 ema = torch.optim.swa_utils.AveragedModel(Net())
 
 def score(model, batch):
-    return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
-            "accuracy": (model(batch[0]).argmax(1) == batch[1]).sum()}
+    return {"loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+            "accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 def start(job):
     global net, model, optimizer, muon, adamw, batches, training

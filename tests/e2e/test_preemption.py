@@ -25,7 +25,7 @@ def score(model, batch):
     if job.rank == 0:
         say(f"scored {job.rank}")
     time.sleep(0.02)
-    return {"seen": torch.tensor(float(len(batch[0])))}
+    return {"seen": (torch.tensor(float(len(batch[0]))), len(batch[0]))}
 
 def say(line):
     with open("lines", "a") as file:

@@ -42,7 +42,8 @@ with paceline.join(seed=3) as job:
         step.update()
         {after}
     def score(model, batch):
-        return {{"error": (model(batch[0]).squeeze(1) - batch[1]).abs().sum() {score}}}
+        error = (model(batch[0]).squeeze(1) - batch[1]).abs().sum() {score}
+        return {{"error": (error, len(batch[1]))}}
     paceline.evaluate(job, model, Points(), score)
     training.export("weights.pth", number=0)
 """

@@ -53,7 +53,7 @@ def _train(job: Any, precision: str, count: str, workers: int) -> tuple[list[flo
         job,
         model,
         _data(),
-        lambda m, b: {"right": (m(b[0]).argmax(1) == b[1]).sum()},
+        lambda m, b: {"right": ((m(b[0]).argmax(1) == b[1]).sum(), len(b[1]))},
         micro_batch=10,
     )
     return losses, str(job.device), result.right

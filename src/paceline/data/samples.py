@@ -353,22 +353,6 @@ def rows_left(batch: Any, count: int) -> int | None:
     return rows if rows < count and rows != 1 else None
 
 
-def split_batch(batch: Any, sizes: list[int]) -> list[Any] | None:
-    """A batch as several of these numbers of samples; None if it is no tensor or flat collection of them.
-
-    Every tensor must have the samples as its first dimension.
-    """
-    items = list(_items(batch))
-    if not all(isinstance(t, torch.Tensor) and t.dim() and len(t) == sum(sizes) for t in items):
-        return None
-    parts = [list(part) for part in zip(*(item.split(sizes) for item in items), strict=True)]
-    if isinstance(batch, Mapping):
-        return [dict(zip(batch, part, strict=True)) for part in parts]
-    if isinstance(batch, torch.Tensor):
-        return [part[0] for part in parts]
-    return [type(batch)(part) for part in parts]
-
-
 def _items(batch: Any) -> Iterable[Any]:
     if isinstance(batch, Mapping):
         return batch.values()

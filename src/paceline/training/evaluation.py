@@ -7,13 +7,11 @@ for bit equal for any number of ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import log, torch_private
 from paceline.clock.step_clock import EVALUATION, clock
 from paceline.data.evaluation import (
-    EvaluationBatch,
     EvaluationBatches,
     EvaluationStream,
     batches_to_evaluate,
 )
-from paceline.data.samples import Collate, rows_left, split_batch
+from paceline.data.samples import Collate
 from paceline.errors import ConfigError, StepError
-from paceline.job import collectives, rng
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica
@@ -44,10 +41,6 @@ from paceline.parallel.modules import (
 )
 from paceline.training.precision import autocast_of
 
-_ROUNDING = (
-    1e-3  # relative; of sums over batches of two sizes. A mean and a sum differ by a factor of 2.
-)
-_checked: WeakSet[Any] = WeakSet()  # the code of score functions
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
 
@@ -95,15 +88,13 @@ class _RankResults:
 
     Attributes:
         batches: Index and number of samples of each batch.
-        sums: For each of these batches, sum and count by name; the count is None if the score gave none.
+        sums: For each of these batches, sum and count by name.
         is_preempted: Whether it stopped because of a preemption signal.
-        mean: Which result is a mean of a batch where a sum is needed, and the numbers that show it, or "".
     """
 
     batches: list[tuple[int, int]]
-    sums: list[dict[str, tuple[float, float | None]]]
+    sums: list[dict[str, tuple[float, float]]]
     is_preempted: bool
-    mean: str
 
 
 @clock.during(EVALUATION)
@@ -128,10 +119,9 @@ def evaluate(
             loader of a map-style dataset gives its dataset, the selection of its sampler, batch size, collate
             function and workers. Of streams and other iterables every rank reads all batches, the same on
             all ranks, and scores its share.
-        score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
-            batch's samples, not a mean: it is divided by the number of samples. A pair (sum, count) is
-            divided by the sum of its counts. Once for each function, each rank scores the two halves of a
-            batch too, to tell a mean from a sum.
+        score: `score(model, batch)` returns results by name, each a pair (sum, count) of numbers or
+            tensors of shape (): the sum over the batch, and the number of samples (or tokens) in it. The
+            result is the sum of all batches divided by their counts.
         micro_batch: Number of samples in a forward, for any number of ranks. It changes the result's last
             bits. None means the loader's batch size, or 64.
         workers: Loader processes of each rank. None means the loader's number, or 0.
@@ -145,9 +135,8 @@ def evaluate(
         The results, equal on all ranks.
 
     Raises:
-        StepError: not every sample was evaluated once, the collate function dropped samples of a sum,
-            a result is a mean, the results cannot be added, or a rank ends the step without calling
-            `evaluate`.
+        StepError: not every sample was evaluated once, a result is no pair, the results cannot be added, or
+            a rank ends the step without calling `evaluate`.
         DataError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
@@ -163,17 +152,7 @@ def evaluate(
     share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=sharded
     )
-    code = getattr(score, "__code__", type(score))  # the function may be defined anew each time
-    is_checked = not sharded and code not in _checked
-    own_results = _run(
-        _without_ddp(model),
-        share,
-        score,
-        copies,
-        rows,
-        autocast,
-        job.device if is_checked else None,
-    )
+    own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
     if sharded:
         free_gathered(model)
     # A rank may have a batch more than others, or read it slowly.
@@ -182,13 +161,6 @@ def evaluate(
     if any(each.is_preempted for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
-    if mean := next((each.mean for each in results if each.mean), ""):
-        raise StepError(
-            f"the score returned a mean of each batch: {mean}.",
-            why="it is added over all batches and divided by the number of samples.",
-            fix='return a sum, such as cross_entropy(..., reduction="sum"), or a pair (sum, count).',
-        )
-    _checked.add(code)
     results = [results[rank] for rank in job.data.reporters]
     if isinstance(share, EvaluationStream):
         share.check()
@@ -276,20 +248,16 @@ def _run(
     metrics: Mapping[str, Any],
     rows: dict[str, list[torch.Tensor]],
     autocast: AbstractContextManager[Any],
-    checked_on: torch.device | None,
 ) -> _RankResults:
     """Score this rank's batches; fills `metrics` and `rows` too.
 
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
-
-    Args:
-        checked_on: Look for means in the results of one batch; the device of this rank. None: do not.
     """
     may_stop = not is_split(model)
     runner = unwrap(model).__dict__.get(PIPELINE)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
-    is_preempted, mean = False, ""
+    is_preempted = False
     with _evaluating(model), closing(iter(share)) as batches_of_rank:
         for each in batches_of_rank:
             if notice.received and may_stop:
@@ -311,59 +279,36 @@ def _run(
                 metric.update(*_arguments(name, results.pop(name, None)))
             for name, own in rows.items():
                 own.append(_rows(name, results.pop(name, None), each.count))
-            _refuse_dropped_samples(each, results)
-            if checked_on is not None and each.count > 1:
-                with autocast:
-                    mean = _find_mean(score, model, each, results, checked_on)
-                checked_on = None
+            for name, value in results.items():
+                _refuse_no_pair(name, value)
             batches.append((each.index, each.count))
             sums.append(results)
-    return _RankResults(batches, _to_host(sums), is_preempted, mean)
-
-
-def _find_mean(
-    score: Score,
-    model: torch.nn.Module,
-    each: EvaluationBatch,
-    results: dict[str, Any],
-    device: torch.device,
-) -> str:
-    """Describe a result that is a mean of the batch, or return "".
-
-    The results of the halves of the batch average to a mean, and add up to a sum.
-    """
-    sizes = [each.count // 2, each.count - each.count // 2]
-    halves = split_batch(each.batch, sizes)
-    if halves is None:
-        return ""
-    generators = rng.snapshot(device)
-    try:
-        scored = [_by_name(score(model, half)) for half in halves]
-        scored = [{name: half[name] for name in results} for half in scored]
-    except Exception:  # a score may need batches of a certain size
-        return ""
-    finally:
-        rng.restore(device, generators)
-    whole, first, second = _to_host([results, *scored])
-    for name, (value, count) in whole.items():
-        if count is not None:
-            continue
-        parts = [first[name][0], second[name][0]]
-        average = sum(part * size for part, size in zip(parts, sizes, strict=True)) / each.count
-        is_sum = math.isclose(value, sum(parts), rel_tol=_ROUNDING)
-        if math.isclose(value, average, rel_tol=_ROUNDING) and not is_sum:
-            shown = " and ".join(f"{part:.6g}" for part in parts)
-            return f"{name} is {value:.6g} for {each.count} samples, {shown} for its halves"
-    return ""
+    return _RankResults(batches, _to_host(sums), is_preempted)
 
 
 def _by_name(results: Any) -> dict[str, Any]:
     if not isinstance(results, Mapping):
         raise StepError(
             f"the score must return its results by name, got {type(results).__name__}.",
-            fix='return {"accuracy": (logits.argmax(1) == y).sum()}, a sum over the samples of the batch.',
+            fix='return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}, pairs (sum, count).',
         )
     return dict(results)
+
+
+def _refuse_no_pair(name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise StepError(
+            f"the score must return {name!r} as a pair (sum, count), got {type(value).__name__}.",
+            why="a number alone may be a sum or a mean, and batches have different sizes.",
+            fix=f'return {{"{name}": (total, len(batch[0]))}}. From a mean of the batch, the total is mean * '
+            "len(batch[0]).",
+        )
+    for part in value:
+        if isinstance(part, torch.Tensor) and part.numel() != 1:
+            raise StepError(
+                f"sum and count of {name!r} must be numbers, got shape {tuple(part.shape)}.",
+                fix=f'sum them, or pass metrics={{"{name}": "rows"}}.',
+            )
 
 
 def _without_ddp(model: torch.nn.Module) -> torch.nn.Module:
@@ -404,19 +349,6 @@ def _reset_copy(metric: Any, device: torch.device) -> Any:
     return copy
 
 
-def _refuse_dropped_samples(each: EvaluationBatch, results: Mapping[str, Any]) -> None:
-    """Refuse sums over a batch from which the collate function dropped samples."""
-    rows = rows_left(each.batch, each.count)
-    summed = [name for name, value in results.items() if not isinstance(value, tuple)]
-    if rows is not None and summed:
-        raise StepError(
-            f"a batch of {each.count} samples has tensors of {rows} rows, but the sum {summed[0]!r} "
-            "is divided by the number of samples.",
-            why="the collate function drops samples.",
-            fix="leave them out of the dataset or the sampler, or return pairs (sum, count).",
-        )
-
-
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
         raise StepError(
@@ -438,21 +370,12 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
     return value.detach().cpu()
 
 
-def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, tuple[float, float | None]]]:
-    """What the score returned for each batch, as numbers; see `_RankResults.sums`."""
-    out = []
-    for results in sums:
-        numbers: dict[str, tuple[float, float | None]] = {}
-        for name, value in results.items():
-            total, count = value if isinstance(value, tuple) else (value, None)
-            if isinstance(total, torch.Tensor) and total.numel() != 1:
-                raise StepError(
-                    f"{name!r} must be a sum, got shape {tuple(total.shape)}.",
-                    fix=f'sum it, or pass metrics={{"{name}": "rows"}}.',
-                )
-            numbers[name] = float(total), None if count is None else float(count)
-        out.append(numbers)
-    return out
+def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, tuple[float, float]]]:
+    """What the score returned for each batch, as numbers. Reading them waits for the device."""
+    return [
+        {name: (float(total), float(count)) for name, (total, count) in results.items()}
+        for results in sums
+    ]
 
 
 def _add_up(
@@ -480,13 +403,7 @@ def _add_up(
     for name in names:
         totals, counts = zip(*(numbers[name] for numbers in sums), strict=True)
         total = collectives.exact_sum(totals)
-        own_counts = [count for count in counts if count is not None]
-        if 0 < len(own_counts) < len(sums):
-            raise StepError(
-                f"the score returned {name!r} with a count for some batches, and without for others.",
-                fix="return the same form for every batch.",
-            )
-        count = collectives.exact_sum(own_counts) if own_counts else float(num_samples)
+        count = collectives.exact_sum(counts)
         if count == 0:
             raise StepError(
                 f"the counts of {name!r} sum to 0.",
