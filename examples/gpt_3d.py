@@ -121,6 +121,11 @@ def token_loss(model, batch):
     return loss, targets.numel()
 
 
+def score(model, batch):
+    loss, count = token_loss(model, batch)
+    return {"loss": (loss * count, count)}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--dp-replicate", type=int, default=-1, help="replicas; -1: the rest")
@@ -148,12 +153,7 @@ def main() -> None:
             training.log(loss=step.loss)
 
         training.export(f"{args.folder}/model.pth")  # the whole model, as one process has it
-        loss = paceline.evaluate(
-            job,
-            model,
-            test,
-            lambda model, batch: {"loss": (token_loss(model, batch), len(batch[0]))},
-        ).loss
+        loss = paceline.evaluate(job, model, test, score).loss
         if job.rank == 0:
             print(f"{job.mesh}: loss {loss:.4f} on sums that were not trained on")
 

@@ -93,11 +93,7 @@ def _schedule(
         make_training(job, model, make_tokens(9), **options), loss, until=6, clip_norm=0.5
     )
     result = paceline.evaluate(
-        job,
-        model,
-        make_tokens(5),
-        lambda m, batch: {"loss": (token_loss(m, batch), len(batch[0]))},
-        micro_batch=2,
+        job, model, make_tokens(5), lambda m, batch: {"loss": token_loss(m, batch)}, micro_batch=2
     )
     assert result.num_samples == 5
     found.losses.append(result.loss)
@@ -804,8 +800,7 @@ def _bf16(job: Any) -> list[float]:
 
     def score(m: nn.Module, batch: Any) -> dict[str, Any]:
         logits = m(batch[0])
-        loss = token_loss(lambda _: logits, batch)
-        return {"loss": (loss, len(batch[0])), "logits": logits.float()}
+        return {"loss": token_loss(lambda _: logits, batch), "logits": logits.float()}
 
     result = paceline.evaluate(
         job,
@@ -827,7 +822,7 @@ def test_bf16_and_rows_of_an_evaluation() -> None:
 
 
 def _score_twice(job: Any) -> None:
-    score = lambda m, batch: {"loss": (token_loss(m, batch) + token_loss(m, batch), 1)}  # noqa: E731
+    score = lambda m, batch: {"loss": token_loss(m, batch), "again": token_loss(m, batch)}  # noqa: E731
     paceline.evaluate(job, _wrap(job, GPT()), make_tokens(5), score, micro_batch=2)
 
 

@@ -84,11 +84,7 @@ def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
         losses.append(float(step.loss))
         norms.append(float(step.grad_norm))
     result = paceline.evaluate(
-        job,
-        model,
-        make_tokens(5),
-        lambda m, batch: {"loss": (token_loss(m, batch), len(batch[0]))},
-        micro_batch=2,
+        job, model, make_tokens(5), lambda m, batch: {"loss": token_loss(m, batch)}, micro_batch=2
     )
     losses.append(result.loss)
     whole = dict(training._context.strategy.whole_state(model))
