@@ -116,7 +116,7 @@ def _sound(job: Any) -> list[tuple[int, int]]:
     found = []
     for options, tamper in cases:
         replicas = _train(job, _training(job, **options), 12, tamper)._replica_check
-        found.append((replicas._equal_step, replicas._due))
+        found.append((replicas._equal_step, replicas.due))
     off = _training(job, desync_every=0)
     _train(job, off, 12, {"step": 10, "ranks": [1], "what": "weight"})
     assert off.number == 12

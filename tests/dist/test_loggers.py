@@ -59,7 +59,8 @@ def _log(job: Any, folder: str) -> list[float]:
             "trial", tracking_uri=f"file:{folder}/mlruns", run_name="one", parameters={"lr": 0.1}
         ),
     ]
-    training.report(folder, tensorboard=True, loggers=loggers)
+    loggers.append(paceline.TensorBoard(f"{folder}/tensorboard"))
+    training.report(folder, loggers=loggers)
     losses = []
     for step in _train(training):
         training.log(loss=step.loss, own=job.rank + 10 * step.number)
@@ -235,7 +236,8 @@ def test_nan_and_infinity_reach_every_logger(tmp_path: Path) -> None:
     kept = Kept()
     with paceline.join() as job:
         training = _training(job)
-        training.report(str(tmp_path), tensorboard=True, loggers=[kept])
+        loggers = [kept, paceline.TensorBoard(tmp_path / "tensorboard")]
+        training.report(str(tmp_path), loggers=loggers)
         for step in _train(training, epochs=1):
             training.log(bad=math.nan, norm=-math.inf, number=step.number)
     assert math.isnan(kept.values[3]["bad"])
@@ -462,7 +464,7 @@ def test_the_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "clock.jsonl").mkdir()
     with paceline.join() as job:
         report = Report(job)
-        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        report.open(str(tmp_path), progress=False, loggers=[])
         with pytest.raises(ConfigError, match=r"clock\.jsonl") as refused:
             report.begin(5, None, dict)
         report.close()

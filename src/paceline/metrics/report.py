@@ -26,7 +26,6 @@ from paceline.metrics.earlier_run import keep_earlier
 from paceline.metrics.json_lines import METRICS, OWN_NAMES, JSONLines, write_line
 from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.step_loss import StepLoss, StepTotal
-from paceline.metrics.tensorboard import TensorBoard
 from paceline.metrics.usage import GPU_BUSY, GPU_MEMORY, Usage
 
 
@@ -59,20 +58,14 @@ class Report:
         folder: str | Path | None,
         *,
         progress: bool,
-        tensorboard: bool,
         loggers: Sequence[Logger],
         flops: float | None = None,
     ) -> None:
         """Choose the destinations; see `Training.report`.
 
         Raises:
-            ConfigError: the folder cannot be made, TensorBoard is not installed or has no folder, or a
-                logger lacks a method.
+            ConfigError: the folder cannot be made, or a logger lacks a method.
         """
-        if tensorboard:
-            if folder is None:
-                raise ConfigError("tensorboard=True needs a folder to write to.")
-            loggers = [*loggers, TensorBoard(Path(folder) / "tensorboard")]
         for logger in loggers:
             methods = [getattr(logger, name, None) for name in ("log", "close")]
             if isinstance(logger, type) or not all(map(callable, methods)):

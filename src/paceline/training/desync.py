@@ -12,6 +12,7 @@ same parts. Parameters that DDP ignores are not compared.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -37,6 +38,9 @@ class ReplicaCheck:
     Args:
         every: Number of steps between comparisons; 0 never compares. The first ones come earlier: 10 steps
             after the start, and then at doubling distances.
+
+    Attributes:
+        due: The step after which the next comparison is due.
     """
 
     def __init__(
@@ -59,30 +63,24 @@ class ReplicaCheck:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
         self._rank_groups = [sorted(axes), sorted(parts)]
-        self.reset()
+        self.reset(0)
 
-    def reset(self) -> None:
-        """Another state was loaded: earlier comparisons say nothing about it."""
-        self._equal_step: int | None = None  # the last step after which all were equal
+    def reset(self, step: int) -> None:
+        """The state after `step` is a new or a loaded one: earlier comparisons say nothing about it."""
+        self._equal_step = step  # the last step after which all were equal
         self._was_compared = False  # whether `_equal_step` is known by a comparison
         self._distance = min(_FIRST_STEPS, self._every)
-        self._due = 0
+        self.due = math.inf if self._is_off else step + self._distance
 
-    def step_ended(self, step: int) -> None:
-        """Compare if it is due after this step. All ranks call it.
+    def compare_as_due(self, step: int) -> None:
+        """Compare after this step, which is due, and choose the next one. All ranks call it.
 
         Raises:
             RankDisagreement: on all ranks.
         """
-        if self._is_off:
-            return
-        if self._equal_step is None:
-            self._equal_step = step - 1
-            self._due = step - 1 + self._distance
-        if step >= self._due:
-            self.compare(step)
-            self._distance = min(2 * self._distance, self._every)
-            self._due = step + self._distance
+        self.compare(step)
+        self._distance = min(2 * self._distance, self._every)
+        self.due = step + self._distance
 
     def compare(self, step: int) -> None:
         """Compare now, unless this step was compared already. All ranks call it.
@@ -90,7 +88,7 @@ class ReplicaCheck:
         Raises:
             RankDisagreement: on all ranks, naming tensor and ranks.
         """
-        if self._is_off or self._equal_step in (step, None):
+        if self._is_off or self._equal_step == step:
             return
         kinds = self._digest_replicas()
         rows = collectives.gather(self._job, [_total(digests) for digests in kinds])

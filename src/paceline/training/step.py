@@ -29,7 +29,7 @@ from paceline.clock.step_clock import (
 )
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
-from paceline.errors import NonFinite, StepError, listed
+from paceline.errors import ConfigError, NonFinite, StepError, listed
 from paceline.job.exchange import IN_SUM
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
@@ -38,7 +38,6 @@ from paceline.parallel.loss_graph import discard_gradients
 from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
-from paceline.training.clipping import check_clip_norm, clip
 from paceline.training.control_word import Control, MicroBatchLoss, name_samples
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -482,7 +481,9 @@ class Step:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = strategy.grad_norm(gradients)
         if clip_norm is not None:
-            clip(gradients, norm, clip_norm)
+            # As `torch.nn.utils.clip_grad_norm_`.
+            factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
             self.grad_norm = norm
         if skips:
             return math.isfinite(norm.item())
@@ -665,6 +666,15 @@ class Step:
 
     def _where(self) -> str:
         return self._context.job.where(step=self.number)
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raise ConfigError for a bound that is not more than 0."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(
+            f"clip_norm must be more than 0, got {clip_norm}.",
+            fix="leave clip_norm out to train without clipping.",
+        )
 
 
 class _LossRun:

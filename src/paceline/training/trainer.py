@@ -33,10 +33,9 @@ from paceline.training.callbacks import (
     Callbacks,
     numbers_of,
 )
-from paceline.training.clipping import check_clip_norm
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
-from paceline.training.step import Step
+from paceline.training.step import Step, check_clip_norm
 from paceline.training.training import Training
 from paceline.training.weight import as_sum
 

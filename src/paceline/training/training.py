@@ -3,7 +3,6 @@
 It yields the steps, commits each one before the next begins, saves and resumes. Its parts are:
 
 - `Step` runs the micro-batches of a step and updates the weights; `StepContext` is what all steps share.
-- `LoopState` says whether the loop is in a step, between steps, or was left early.
 - `Control` exchanges losses and requests, such as a stop, between the ranks.
 - `TrainingState` makes the state that is saved, from `number`, `position` and the other parts, and loads it.
 """
@@ -29,9 +28,10 @@ from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import ConfigError, StepError
-from paceline.job import collectives
+from paceline.job import collectives, current_step
 from paceline.job.arguments import require_integers
-from paceline.job.job import Job
+from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
+from paceline.job.job import Job, LeftLoop
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
@@ -43,7 +43,6 @@ from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
-from paceline.training.loop_state import LoopState
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.run_facts import job_facts
@@ -163,7 +162,11 @@ class Training:
         self._context.strategy.check_precision(self.precision, skips_non_finite=skips)
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
-        self._loop_state = LoopState(job)
+        # The loop is in a step while its body runs, or between steps, or it was left early: a `break` or an
+        # exception in the body has ended it, and `Job.left_loop` says so until `Job.check_loop_exit` has made
+        # sure that all ranks have left it in the same step.
+        self._step: Step | None = None  # in which the loop is
+        self._left: tuple[LeftLoop, Step] | None = None  # in which it was left early
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._report = Report(job)
         self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
@@ -218,7 +221,6 @@ class Training:
         folder: str | Path | None = None,
         *,
         progress: bool = False,
-        tensorboard: bool = False,
         loggers: Sequence[Logger] = (),
         flops: float | None = None,
     ) -> None:
@@ -228,7 +230,6 @@ class Training:
             folder: For metrics.jsonl, one line per step.
             progress: Show progress, the values of `log`, and where the time of each rank goes: in a terminal
                 or a notebook in place, elsewhere as plain lines.
-            tensorboard: Write to `folder`/tensorboard.
             loggers: Such as `paceline.WandB(project="...")`, or your own; see `Logger`.
             flops: Floating-point operations of one sample (with `count="tokens"`, of one token), forward and
                 backward, such as 6 times the number of parameters of a transformer. Then the utilisation of
@@ -241,7 +242,7 @@ class Training:
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
-        if self._loop_state.step is not None:
+        if self._step is not None:
             raise StepError(
                 "`training.report` was called inside the loop over `training.steps`.",
                 where=self.job.where(),
@@ -249,9 +250,7 @@ class Training:
             )
         if flops is not None and not _is_positive(flops):
             raise ConfigError(f"flops must be a number above 0, got {flops!r}.")
-        self._report.open(
-            folder, progress=progress, tensorboard=tensorboard, loggers=loggers, flops=flops
-        )
+        self._report.open(folder, progress=progress, loggers=loggers, flops=flops)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
         """Resume from the newest checkpoint, then yield the optimizer steps that are left.
@@ -323,7 +322,7 @@ class Training:
         """
         if reduce not in ("rank0", "mean", "sum"):
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
-        step = self._loop_state.step
+        step = self._step
         if step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         refuse_values(values, reduce, step.number)
@@ -371,20 +370,20 @@ class Training:
         self.number, self._start = self._state.load(saved)
         self._last = None
         self._is_resumed = True
-        self._replica_check.reset()
+        self._replica_check.reset(self.number)
 
     def _await_all(self, method: str) -> None:
         """Wait until all ranks have come to this call. Raises StepError if a rank goes on without it."""
         collectives.gather(self.job, None, call=f"training.{method}")
 
     def _refuse_in_step(self, what: str) -> None:
-        if self._loop_state.step is not None:
+        if self._step is not None:
             raise StepError(
                 f"`training.{what}` was called inside the loop over `training.steps`.",
                 where=self.job.where(),
                 why="the position moves on when the next step is requested.",
                 fix="call training.save() to save this step; otherwise call it before or after the loop.",
-                step=self._loop_state.step.number,
+                step=self._step.number,
             )
 
     def save(self, *, best: bool = False) -> None:
@@ -401,7 +400,7 @@ class Training:
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
             )
-        step = self._loop_state.step
+        step = self._step
         if step is None:
             raise StepError(
                 "`training.save` was called outside the loop over `training.steps`.",
@@ -450,7 +449,7 @@ class Training:
     # The loop.
 
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
-        context, control, loop = self._context, self._control, self._loop_state
+        context, control = self._context, self._control
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
@@ -459,15 +458,17 @@ class Training:
             step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
                 context.strategy.check()
-            loop.enter(step)
+            self._step = step
+            current_step.step = step.number
+            self._advance(step, BEFORE_SUM)
             try:
                 yield step
             except GeneratorExit:
                 # A `break`, or an exception. Python drops what a generator raises while it is closed, so
                 # `job.check_loop_exit` reports it.
-                if loop.step is not step:
+                if self._step is not step:
                     raise  # of an earlier loop, whose generator was closed after a new one had begun
-                loop.leave(self._finish_save)
+                self._leave_loop(step)
                 if step.is_done:  # the weights are those of this step, so the next one follows it
                     self.number, self._last = step.number, planned
                 raise
@@ -476,6 +477,16 @@ class Training:
             self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
             if is_last or control.agreed.stop:
                 break
+
+    def _advance(self, step: Step, part: int) -> None:
+        """Note for other ranks how far this rank is."""
+        if self.job.exchange is not None:
+            self.job.exchange.advance(step.number, part)
+
+    def _leave_loop(self, step: Step) -> None:
+        self._step = None
+        self.job.left_loop = LeftLoop(step.number, self._finish_save)
+        self._left = self.job.left_loop, step
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
@@ -491,7 +502,9 @@ class Training:
                     global_batch=self.batches.global_batch,
                 )
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
-        self._loop_state.begin()
+        self._step = self._left = None
+        if self.job.exchange is not None:
+            self.job.exchange.begin_loop()
         self._control.begin_loop(self.number)
         self._control.own_times = self._report.clock.own_times
         for trained in context.optimizers:
@@ -505,7 +518,7 @@ class Training:
         self._report.begin(self.number, total, self._facts, counts_tokens=counts_tokens)
 
     def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
-        step = self._loop_state.step
+        step = self._step
         if step is not None and not step.is_done and not step.is_updating:
             raise StepError(
                 f"the loop called `step()` of its {type(optimizer).__name__}.",
@@ -530,7 +543,8 @@ class Training:
 
     def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
-        self._loop_state.end(step)
+        self._step = None
+        self._advance(step, AFTER_STEP)
         if not step.is_done:
             raise StepError(
                 "the step was left without `step.update()`.",
@@ -553,7 +567,8 @@ class Training:
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
             self._apply(word)
-        self._replica_check.step_ended(step.number)
+        if step.number >= self._replica_check.due:
+            self._replica_check.compare_as_due(step.number)
         if checkpoints is None:
             return
         is_due = checkpoints.is_due(
@@ -667,8 +682,8 @@ class Training:
         """Leave autocast, and save the step that a preempted evaluation interrupted."""
         self._context.leave_step()
         notice.unwatch(self)
-        if self._loop_state.step is not None:
-            self._loop_state.leave(self._finish_save)
+        if self._step is not None:
+            self._leave_loop(self._step)
         try:
             if self.job.preempted is not None:
                 self._save_interrupted(self.job.preempted)
@@ -678,9 +693,9 @@ class Training:
                 self.checkpoints.close(self.job)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
-        step = self._loop_state.take_left()
-        if step is None:
+        if self._left is None or self._left[0] is not self.job.left_loop:
             return  # the loop itself raised it and has saved, or it came from another training's loop
+        step, self.job.left_loop = self._left[1], None
         if step.is_done:
             self._commit(step, now=True, is_last=True)
         elif any(collectives.gather(self.job, step._has_begun)):
