@@ -453,6 +453,27 @@ def test_a_preempted_evaluation_saves_the_training_in_whose_loop_it_was(tmp_path
     assert (tmp_path / "second/step-3/manifest.json").exists()
 
 
+def _leave_loops_of_two_trainings(folder: Path) -> None:
+    with paceline.join() as job:
+        both = [
+            _training(job, checkpoints=paceline.Checkpoints(folder / name)) for name in ("a", "b")
+        ]
+        loops = zip(*(training.steps(until=9) for training in both), strict=True)
+        for steps in loops:
+            for training, step in zip(both, steps, strict=True):
+                backwards(training, step)
+                step.update()
+            if steps[0].number == 3:
+                del loops  # both generators are closed before the job is left
+                raise Preempted("SIGTERM", 0)
+
+
+def test_a_preempted_evaluation_saves_both_trainings_of_one_loop(tmp_path: Path) -> None:
+    with pytest.raises(Preempted):
+        _leave_loops_of_two_trainings(tmp_path)
+    assert len(list(tmp_path.glob("*/step-3/manifest.json"))) == 2
+
+
 def _leave_again_and_again(job: Any) -> list[int]:
     found = []
     for _ in range(3):

@@ -87,8 +87,7 @@ class Job:
         alive: whether the job has not been left.
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
-        left_loop: the training loop that this rank left early; None if it left none, or after
-            `check_loop_exit`.
+        left_loops: the training loops that this rank left early, until `check_loop_exit`.
 
     Collective: as the methods say.
     """
@@ -123,7 +122,7 @@ class Job:
         self.alive = True
         self.failed = False
         self.preempted: Preempted | None = None
-        self.left_loop: LeftLoop | None = None
+        self.left_loops: list[LeftLoop] = []
         self._leave_actions: dict[int, Callable[[], None]] = {}
         self._action_numbers = itertools.count()
         self._variables: list[str] = []
@@ -274,16 +273,17 @@ class Job:
 
         Collective: all ranks if one of them left a loop early; else none.
         """
-        left, self.left_loop = self.left_loop, None
-        if left is None:
+        loops, self.left_loops = self.left_loops, []
+        if not loops:
             return
         self.wait_for_all_ranks(LEFT_LOOP)
         log.logger.warning(
             "the training loop was left in step %d by `break` or an exception; what was not saved or "
             "logged before is lost. `step.stop()` ends the loop after a whole step.",
-            left.step,
+            loops[0].step,
         )
-        left.finish()
+        for left in loops:
+            left.finish()
         notice.deliver()
 
     def where(self, *, step: int | None = None, detail: str = "") -> str:
@@ -299,7 +299,7 @@ class Job:
     def _close(self) -> None:
         global _current
         self.alive = False
-        self.left_loop = None
+        self.left_loops.clear()
         notice.take()  # a signal that this job did not handle does not stop the next one
         atexit.unregister(self._abort_at_exit)
         if self.exchange is not None:

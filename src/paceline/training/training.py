@@ -163,7 +163,7 @@ class Training:
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         # The loop is in a step while its body runs, or between steps, or it was left early: a `break` or an
-        # exception in the body has ended it, and `Job.left_loop` says so until `Job.check_loop_exit` has made
+        # exception in the body has ended it, and `Job.left_loops` says so until `Job.check_loop_exit` has made
         # sure that all ranks have left it in the same step.
         self._step: Step | None = None  # in which the loop is
         self._left: tuple[LeftLoop, Step] | None = None  # in which it was left early
@@ -199,7 +199,7 @@ class Training:
         """Save and restore objects in the checkpoints. They must have `state_dict` and `load_state_dict`.
 
         A checkpoint must hold the same objects as the training that resumes from it, except those with an
-        attribute `is_optional` that is True.
+        attribute `is_optional` that is True. A tensor that differs between ranks is saved from one of them.
 
         Raises:
             ConfigError: an object has not both methods, or another one is kept under its name.
@@ -485,8 +485,8 @@ class Training:
 
     def _leave_loop(self, step: Step) -> None:
         self._step = None
-        self.job.left_loop = LeftLoop(step.number, self._finish_save)
-        self._left = self.job.left_loop, step
+        self._left = LeftLoop(step.number, self._finish_save), step
+        self.job.left_loops.append(self._left[0])
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
@@ -693,9 +693,10 @@ class Training:
                 self.checkpoints.close(self.job)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
-        if self._left is None or self._left[0] is not self.job.left_loop:
+        if self._left is None or self._left[0] not in self.job.left_loops:
             return  # the loop itself raised it and has saved, or it came from another training's loop
-        step, self.job.left_loop = self._left[1], None
+        left, step = self._left
+        self.job.left_loops.remove(left)
         if step.is_done:
             self._commit(step, now=True, is_last=True)
         elif any(collectives.gather(self.job, step._has_begun)):
