@@ -92,6 +92,45 @@ def assert_close(got: Trained, want: Trained, tolerance: float) -> None:
         assert difference <= tolerance * value.double().norm().clamp(min=1e-3), name
 
 
+def small_net(*, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
+def small_training(
+    job: Any,
+    net: nn.Module | None = None,
+    *,
+    samples: int = 22,
+    global_batch: int = 6,
+    micro_batch: int = 2,
+    dropout: float = 0.0,
+    **options: Any,
+) -> paceline.Training:
+    """A training of `small_net`, in steps of 3 micro-batches; the last step of an epoch has 4 samples."""
+    net = net or small_net(dropout=dropout)
+    data = make_data(samples, next(net.parameters()).dtype)
+    return make_training(
+        job,
+        paceline.ddp(job, net),
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        **options,
+    )
+
+
+def run_loop(training: paceline.Training, **how: Any) -> list[float]:
+    """Run the loop over `training.steps(**how)`; the losses."""
+    losses = []
+    for step in training.steps(**how):
+        backwards(training, step)
+        step.update(clip_norm=1.0)
+        losses.append(float(step.loss))
+    return losses
+
+
 def backwards(training: Any, step: Any) -> None:
     for batch in step:
         step.backward(loss_sum(training.models[0], batch), count=len(batch[1]), reduction="sum")

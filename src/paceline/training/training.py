@@ -163,8 +163,8 @@ class Training:
         self._start = Position(job.seed, 0, 0)  # or the loaded one
         self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         # The loop is in a step while its body runs, or between steps, or it was left early: a `break` or an
-        # exception in the body has ended it, and `Job.left_loops` says so until `Job.check_loop_exit` has made
-        # sure that all ranks have left it in the same step.
+        # exception in the body has ended it, and `Job.left_loops` holds it until `Job.check_loop_exit` has
+        # made sure that all ranks have left it in the same step.
         self._step: Step | None = None  # in which the loop is
         self._left: tuple[LeftLoop, Step] | None = None  # in which it was left early
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
