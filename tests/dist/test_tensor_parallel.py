@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_gpt import GPT, HEADS, TP_PLAN, WIDTH, Attention, Block, make_tokens, token_loss
-from small_trainings import refusals
+from small_trainings import (
+    Trained,
+    assert_close,
+    check_messages,
+    make_training,
+    refusals,
+    sgd,
+    train,
+)
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
@@ -18,8 +26,7 @@ import paceline
 from paceline import Mesh
 from paceline.testing import run_ranks
 
-Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
-
+TOLERANCE = 1e-8  # float64; AdamW divides by roots of squared gradients
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}
 VOCABULARY = {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
 # torch's own objects: logits stay split over the vocabulary, for `loss_parallel`.
@@ -62,41 +69,33 @@ def _with_parameters_between() -> GPT:
     return net
 
 
-def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
-    net = options.pop("net", GPT)().double()
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _train(
+    job: Any,
+    *,
+    net: Callable[[], Any] = GPT,
+    tied: bool = False,
+    plan: Any = None,
+) -> Trained:
+    gpt = net().double()
     with torch.no_grad():
-        net.norm.bias.add_(job.rank)  # ranks begin with the weights of rank 0
-        if options.pop("tied", False):
-            net.head.weight = net.tokens.weight
-    model = paceline.tensor_parallel(job, net, **options)
-    model = paceline.fsdp(job, model, blocks=Block)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        gpt.norm.bias.add_(job.rank)  # ranks begin with the weights of rank 0
+        if tied:
+            gpt.head.weight = gpt.tokens.weight
+    model = paceline.fsdp(job, paceline.tensor_parallel(job, gpt, plan=plan), blocks=Block)
     # 11 samples in steps of 4: the last step has 3, and some ranks of the data axis have none.
-    batches = paceline.Batches(job, make_tokens(11), global_batch=4, micro_batch=1)
-    checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
-    training = paceline.Training(
-        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    training = make_training(
+        job, model, make_tokens(11), optimizer=_adamw, micro_batch=1, count="tokens"
     )
-    losses, norms = [], []
-    for step in training.steps(until=until):
-        step.run(lambda batch: token_loss(model, batch), reduction="sum")
-        step.update(clip_norm=0.5)
-        losses.append(float(step.loss))
-        norms.append(float(step.grad_norm))
+    found = train(training, token_loss, until=5, clip_norm=0.5)
     result = paceline.evaluate(
         job, model, make_tokens(5), lambda m, batch: {"loss": token_loss(m, batch)}, micro_batch=2
     )
-    losses.append(result.loss)
-    whole = dict(training._context.strategy.whole_state(model))
-    return losses, norms, {name: value.detach().clone() for name, value in whole.items()}
-
-
-def _assert_close(got: Result, want: Result) -> None:
-    # float64; AdamW divides by roots of squared gradients, which makes differences of 1e-16 larger.
-    assert got[0] == pytest.approx(want[0], rel=1e-8)
-    assert got[1] == pytest.approx(want[1], rel=1e-8)
-    for name, value in want[2].items():
-        torch.testing.assert_close(got[2][name], value, rtol=1e-6, atol=1e-8)
+    found.losses.append(result.loss)
+    return found
 
 
 LAYOUTS = [
@@ -107,19 +106,19 @@ LAYOUTS = [
 ]
 
 
-def _each(job: Any) -> list[Result]:
-    results = [_train(job, None, 5, plan=plan) for plan in (None, {**TP_PLAN, **VOCABULARY})]
+def _each(job: Any) -> list[Trained]:
+    results = [_train(job, plan=plan) for plan in (None, {**TP_PLAN, **VOCABULARY})]
     with loss_parallel():
-        results.append(_train(job, None, 5, plan={**TP_PLAN, **SPLIT_LOGITS}))
+        results.append(_train(job, plan={**TP_PLAN, **SPLIT_LOGITS}))
     return results
 
 
 @pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS)
 def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
-    want = run_ranks(_train, None, 5, nproc=1)[0]
+    (want,) = run_ranks(_train, nproc=1)
     for results in run_ranks(_each, nproc=nproc, mesh=mesh):
         for got in results:
-            _assert_close(got, want)
+            assert_close(got, want, TOLERANCE)
 
 
 ADDED_UP = "replicated_with_grad_allreduce"
@@ -127,38 +126,27 @@ NORMS = {f"layers.*.attention.{name}_norm": ADDED_UP for name in "qk"}
 BETWEEN = {**TP_PLAN, **NORMS, "layers.*.attention.scale": ADDED_UP}
 
 
-def _between(job: Any) -> Result:
-    return _train(job, None, 5, net=_with_parameters_between, plan=BETWEEN)
+def _between(job: Any) -> Trained:
+    return _train(job, net=_with_parameters_between, plan=BETWEEN)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS[:2])
 def test_parameters_between_split_layers_train_as_on_one_process(nproc: int, mesh: Mesh) -> None:
-    want = run_ranks(_between, nproc=1)[0]
+    (want,) = run_ranks(_between, nproc=1)
     for got in run_ranks(_between, nproc=nproc, mesh=mesh):
-        _assert_close(got, want)
+        assert_close(got, want, TOLERANCE)
 
 
-def _tied(job: Any) -> Result:
-    return _train(job, None, 3, plan={**TP_PLAN, **VOCABULARY}, tied=True)
+def _tied(job: Any) -> Trained:
+    return _train(job, plan={**TP_PLAN, **VOCABULARY}, tied=True)
 
 
 def test_tied_weights_stay_tied() -> None:
-    want = run_ranks(_tied, nproc=1)[0]
+    (want,) = run_ranks(_tied, nproc=1)
     for got in run_ranks(_tied, nproc=2, mesh=Mesh(tp=2)):
-        _assert_close(got, want)
-        torch.testing.assert_close(got[2]["head.weight"], got[2]["tokens.weight"], rtol=0, atol=0)
-
-
-@pytest.mark.ci
-def test_a_checkpoint_is_resumed_on_other_layouts(tmp_path: Path) -> None:
-    want = run_ranks(_train, None, 8, nproc=1)[0]
-    folder = str(tmp_path / "run")
-    run_ranks(_train, folder, 2, nproc=4, mesh=Mesh(tp=2, dp_shard=2))
-    run_ranks(_train, folder, 4, nproc=2, mesh=Mesh(tp=2))
-    run_ranks(_train, folder, 6, nproc=3, mesh=Mesh(dp_shard=3))
-    got = run_ranks(_train, folder, 8, nproc=1)[0]
-    _assert_close((want[0][:6] + got[0], want[1][:6] + got[1], got[2]), want)
+        assert_close(got, want, TOLERANCE)
+        assert torch.equal(got.weights["head.weight"], got.weights["tokens.weight"])
 
 
 def _qwen(job: Any) -> tuple[list[float], int]:
@@ -169,19 +157,10 @@ def _qwen(job: Any) -> tuple[list[float], int]:
     config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
     model = paceline.tensor_parallel(job, Qwen3ForCausalLM(config).double())
     held = sum(paceline.parallel.modules.local(p).numel() for p in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
-    training = paceline.Training(job, model, optimizer, batches, count="tokens")
-    losses = []
-    for step in training.steps(until=4):
-        for ids, _ in step:
-            out = model(input_ids=ids, labels=ids)
-            step.backward(
-                out.loss, count=paceline.count_labels(ids, shifted=True), reduction="mean"
-            )
-        step.update()
-        losses.append(float(step.loss))
-    return losses, held
+    training = make_training(job, model, make_tokens(8), count="tokens")
+    # A sequence of 8 tokens has 7 targets.
+    loss = lambda m, batch: (m(input_ids=batch[0], labels=batch[0]).loss, 7 * len(batch[0]))  # noqa: E731
+    return train(training, loss, until=4, reduction="mean").losses, held
 
 
 @pytest.mark.ci
@@ -207,28 +186,6 @@ class Halves(nn.Module):
         self.fc1, self.fc2 = nn.Linear(4, 16), nn.Linear(8, 4)
 
 
-WRONG = {
-    "compiled": "layer.compile() before paceline.tensor_parallel",
-    "names": "'layers.*.attention.w_q' matches no submodule of GPT",
-    "near": "did you mean 'layers.*.attention.wq'?",
-    "style": "the style 'columns' of 'head' is not known",
-    "kind": "plan: norm is a LayerNorm, which 'colwise' cannot split",
-    "features": "fc1 has 7 output features, which do not divide by tp=2",
-    "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
-    "whole heads": "layers.0.attention.wq has 3 heads, which do not divide by tp=2",
-    "unknown": '"layers.*.feed_forward.fc2": "rowwise"',
-    "between": "different gradients of layers.0.attention.scale.weight, layers.1.attention.scale.weight.",
-    "fused": "plan: fc1 has 16 output features; the layer after it takes 8",
-    "twice": "wrapped by paceline.tensor_parallel already.\n  why:   a model is wrapped once; only "
-    "paceline.fsdp may follow paceline.tensor_parallel.",
-    "fp16": "precision='fp16' is not supported with tensor_parallel",
-    "exact": "reproducible",
-    "ddp": "ddp keeps the whole model on each rank, but the mesh is tp=2",
-    "alone": "the mesh is tp=2, but the model is not split over it",
-    "early": "the optimizer holds 24 parameters that are in no model",
-}
-
-
 def _sums_of_samples(job: Any) -> dict[str, Any]:
     from torchmetrics import SumMetric
 
@@ -249,63 +206,70 @@ def test_ranks_with_the_same_samples_count_them_once_in_a_metric_that_holds_anot
         assert (float(values["plain"]), float(values["held"])) == (780.0, 780.0)
 
 
-def _refused(job: Any, kind: str) -> None:
-    net: Any = GPT()
-    plans: dict[str, dict[str, Any]] = {
-        "names": {"layers.*.attention.w_q": "colwise"},
-        "near": {"layers.*.attention.w_q": "colwise"},
-        "style": {"head": "columns"},
-        "kind": {"norm": "colwise"},
-        "features": PAIR,
-        "fused": PAIR,
-        "between": {**TP_PLAN, **NORMS},
-    }
-    options = {"plan": plans[kind]} if kind in plans else {}
-    if kind == "features":
-        net = Odd()
-    if kind == "heads":
-        net.layers[0].attention.n_heads = 3
-    if kind == "whole heads":
-        attention = net.layers[0].attention
-        attention.head_dim, attention.wq = 2, nn.Linear(WIDTH, 6)
-    if kind == "unknown":
-        net.tp_plan = None
-    if kind == "fused":
-        net = Halves()
-    if kind == "between":
-        net = _with_parameters_between()
-    if kind == "ddp":
-        paceline.ddp(job, net)
-    if kind == "compiled":
-        net = torch.compile(net)
-    early = torch.optim.SGD(net.parameters(), lr=0.1)
-    if kind != "alone":
-        net = paceline.tensor_parallel(job, net, **options)
-    if kind == "twice":
-        paceline.tensor_parallel(job, net)
-    optimizer = early if kind == "early" else torch.optim.SGD(net.parameters(), lr=0.1)
-    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
-    training = paceline.Training(
-        job,
-        net,
-        optimizer,
-        batches,
-        count="tokens",
-        precision="fp16" if kind == "fp16" else "fp32",
-        reproducible=kind == "exact",
+def _split(job: Any, net: Any = None, plan: Any = None) -> Any:
+    return paceline.tensor_parallel(job, GPT() if net is None else net, plan=plan)
+
+
+def _run_step(job: Any, model: nn.Module, *, optimizer: Any = sgd, **options: Any) -> None:
+    training = make_training(
+        job, model, make_tokens(8), optimizer=optimizer, count="tokens", **options
     )
-    for step in training.steps(until=1):
-        step.run(lambda batch: token_loss(net, batch), reduction="sum")
-        step.update()
+    train(training, token_loss, until=1)
 
 
-def test_data_ranks_need_fsdp() -> None:
-    for found in run_ranks(refusals, _refused, [""], nproc=4, mesh=Mesh(tp=2, dp_shard=2)):
-        assert "would not be summed over the 2 data ranks" in found[""][1]
+def _early(job: Any) -> None:
+    net = GPT()
+    optimizer = sgd(net.parameters())
+    _run_step(job, _split(job, net), optimizer=lambda _: optimizer)
+
+
+def _with_heads(attribute: str, value: int) -> GPT:
+    net = GPT()
+    setattr(net.layers[0].attention, attribute, value)
+    net.layers[0].attention.wq = nn.Linear(WIDTH, 6)
+    return net
+
+
+def _without_plan() -> GPT:
+    net = GPT()
+    net.tp_plan = None
+    return net
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "compiled": lambda job: _split(job, torch.compile(GPT())),
+    "names": lambda job: _split(job, plan={"layers.*.attention.w_q": "colwise"}),
+    "style": lambda job: _split(job, plan={"head": "columns"}),
+    "kind": lambda job: _split(job, plan={"norm": "colwise"}),
+    "features": lambda job: _split(job, Odd(), PAIR),
+    "heads": lambda job: _split(job, _with_heads("n_heads", 3)),
+    "whole heads": lambda job: _split(job, _with_heads("head_dim", 2)),
+    "no plan": lambda job: _split(job, _without_plan()),
+    "between": lambda job: _run_step(
+        job, _split(job, _with_parameters_between(), {**TP_PLAN, **NORMS})
+    ),
+    "fused": lambda job: _split(job, Halves(), PAIR),
+    "twice": lambda job: _split(job, _split(job)),
+    "fp16": lambda job: _run_step(job, _split(job), precision="fp16"),
+    "exact": lambda job: _run_step(job, _split(job), reproducible=True),
+    "ddp": lambda job: paceline.ddp(job, GPT()),
+    "alone": lambda job: _run_step(job, GPT()),
+    "early": _early,
+}
+
+
+def _wrong(job: Any, kind: str) -> None:
+    WRONG[kind](job)
+
+
+def _without_fsdp(job: Any, _: str) -> None:
+    _run_step(job, _split(job))
 
 
 @pytest.mark.ci
 def test_wrong_use_is_refused_on_all_ranks() -> None:
-    for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(tp=2)):
-        for kind, text in WRONG.items():
-            assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
+    check_messages(
+        "tensor_parallel", run_ranks(refusals, _wrong, list(WRONG), nproc=2, mesh=Mesh(tp=2))
+    )
+    for found in run_ranks(refusals, _without_fsdp, [""], nproc=4, mesh=Mesh(tp=2, dp_shard=2)):
+        assert "would not be summed over the 2 data ranks" in found[""][1]
