@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -63,6 +64,9 @@ class Notice:
             return  # only the main thread may set handlers
         if not self._watchers:
             self.received, self._came_at, self._is_taken = "", None, False
+            # The first code of a rank of `paceline run` has this name; it imports no paceline.
+            if worker := sys.modules.get("paceline.launch.worker"):
+                worker.report_training()
         self._watchers.add(id(watcher))
         for number in SIGNALS:
             if signal.getsignal(number) == signal.SIG_DFL:

@@ -63,6 +63,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "final_error": _ERROR,  # the rank ends by itself now
     "seen_error": _ERROR,  # an error that may explain a later exit; the rank may go on
     "exit": {"place": str},  # the script has called sys.exit()
+    "training": {},  # a training handles preemption signals
     "interrupted": {"place": str},  # the script was there at a KeyboardInterrupt
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
@@ -244,6 +245,11 @@ class Rank:
     def reported_error(self) -> bool:
         """Whether it has reported an error and will end by itself."""
         return any(event["event"] == "final_error" for event in list(self.events))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has begun a training, which saves and ends after a preemption signal."""
+        return any(event["event"] == "training" for event in list(self.events))
 
     def check_suspended(self, now: float) -> bool:
         """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
@@ -435,6 +441,8 @@ class LocalRanks:
     Attributes:
         ranks: Those of the current round.
         has_begun: Whether a round has begun.
+        trained: Whether ranks of the latest round had begun a training, which saves and ends after a
+            preemption signal; known when they have ended.
         has_signal: Returns whether the launcher has received a signal.
     """
 
@@ -447,6 +455,7 @@ class LocalRanks:
         )
         self.ranks: list[Rank] = []
         self.has_begun = False
+        self.trained = False
         self.has_signal: Callable[[], bool] = lambda: False
         self._changed = threading.Event()
         self._guard = subprocess.Popen(
@@ -576,6 +585,7 @@ class LocalRanks:
             self._tell_guard(f"-{rank.pid}\n")
         self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=self._stalled_s)
         self._read_all_events(ranks)
+        self.trained = any(rank.trains for rank in ranks)
         for rank in ranks:
             rank.close()
         return ranks

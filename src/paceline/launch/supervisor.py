@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, LaunchFailed, count_of, name_ranks
 from paceline.exit_codes import ExitCode
+from paceline.job import preemption
 from paceline.job.network import (
     VARIABLES,
     Route,
@@ -46,8 +47,6 @@ from paceline.machine import read_memory
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
 
-# How long preempted ranks of other nodes may still need the store. All ranks stop after the same step.
-_PREEMPTED_WAIT_S = 5.0
 _TURN_S = 0.1  # longest time until the launcher reacts to a signal
 _ENDED_WAIT_S = 300.0  # for the ranks of other nodes, as torchrun
 
@@ -149,6 +148,9 @@ class Supervisor:
         self._first_failure: FirstFailure | None = None  # of the last round, if it is known
         self._interrupted_at = ""  # where the first rank was that ended by KeyboardInterrupt
         self._preempted = False  # the ranks asked that the job be started again
+        self._has_trained = (
+            False  # ranks of an earlier round save and end after a preemption signal
+        )
         self._has_failed_log = False
         self._memory = read_memory()
         self._round: Round
@@ -171,8 +173,13 @@ class Supervisor:
         except signals.SignalReceived as error:
             self._stop_ranks(error.number, may_save=True)
             if self._preempted:
-                self._wait_for_nodes(_PREEMPTED_WAIT_S)
+                self._wait_for_nodes(self._options.grace_s(may_save=True))
                 return self._say_preempted()
+            if self._is_preempted_in_restart(error.number):
+                self._local_ranks.say(
+                    f"{error} during a restart; exit code {ExitCode.PREEMPTED} requests another one"
+                )
+                return ExitCode.PREEMPTED
             at = f"; {self._interrupted_at}" if self._interrupted_at else ""
             self._local_ranks.say(f"{error}; all local ranks have ended{at}")
             return 128 + error.number
@@ -188,6 +195,11 @@ class Supervisor:
         finally:
             self._rendezvous.close(job_ended=job_ended)
 
+    def _is_preempted_in_restart(self, number: signal.Signals) -> bool:
+        """Whether a preemption signal came before the ranks of a training had begun to train again."""
+        trained = self._local_ranks.trained
+        return self._has_trained and not trained and number in preemption.SIGNALS
+
     def _say_preempted(self) -> int:
         self._local_ranks.say(
             f"preempted: all ranks have ended; exit code {ExitCode.PREEMPTED} requests a restart"
@@ -196,6 +208,8 @@ class Supervisor:
 
     def _run_rounds(self) -> None:
         while True:
+            self._has_trained = self._has_trained or self._local_ranks.trained
+            self._local_ranks.trained = False
             with self._signals.interruptible():
                 self._round = self._rendezvous.next_round()
             if self._watch is not None:
@@ -227,7 +241,7 @@ class Supervisor:
         if self._exit_code != ExitCode.OK or self._round.exchange is None:
             return
         if self._preempted:
-            self._wait_for_nodes(_PREEMPTED_WAIT_S)
+            self._wait_for_nodes(self._options.grace_s(may_save=True))
         else:
             with self._signals.interruptible(ranks_ended=True):
                 self._wait_for_nodes(_ENDED_WAIT_S)
@@ -401,6 +415,8 @@ class Supervisor:
         local.wait_change(_TURN_S)
         self._signals.check()
         for number in self._signals.take_for_ranks():
+            if self._has_trained and not any(rank.trains for rank in local.ranks):
+                raise signals.SignalReceived(number)  # they are still starting, and would die of it
             local.forward_signal(number)
         if self._restarts_left > 0:
             local.kill_suspended()  # without restarts they are kept: the user may still resume them

@@ -399,6 +399,12 @@ def report_before_clean_up(error: BaseException) -> None:
         _control.send(_describe(error) | {"event": "seen_error", "shown": False})
 
 
+def report_training() -> None:
+    """Tell the launcher, if this is a rank, that a training handles preemption signals."""
+    if _control is not None:
+        _control.send({"event": "training"})
+
+
 def _describe(error: BaseException) -> dict[str, Any]:
     facts: dict[str, Any] = dataclasses.asdict(_crash_facts.Error.of(error, _format(error)))
     return facts | {

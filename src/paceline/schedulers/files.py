@@ -201,6 +201,7 @@ def slurm(request: JobRequest, output: str) -> JobFiles:
         "output": f"{beside}%x-%j.out",
         "command": shlex.join(request.command(folder or ".")),
         "preempted": int(ExitCode.PREEMPTED),
+        "unavailable": int(ExitCode.UNAVAILABLE),
     }
     steps = [
         f"sbatch {shlex.quote(os.path.join(output, f'{name}.slurm'))}",
