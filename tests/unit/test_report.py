@@ -177,16 +177,6 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "report.html (" in capsys.readouterr().out
 
 
-def test_numbers_keep_their_unit_and_paths_may_be_broken(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
-    write_run(tmp_path)
-    page = to_html("a", sections(load(str(tmp_path))))
-    body = page.partition("<body>")[2].partition("<script")[0]
-    assert "16.7\u00a0%" in body
-    assert not re.search(r"\d (%|ms\b)", body)
-    assert f"<td>{str(tmp_path).replace('/', '/<wbr>')}</td>" in body
-
-
 def test_a_checkpoint_that_the_run_has_just_removed_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

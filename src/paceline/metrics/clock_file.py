@@ -38,11 +38,11 @@ class ClockFile:
         is_shown: Whether a display or a logger takes the windows; then there need not be a file.
     """
 
-    def __init__(self, job: Job, usage: Usage) -> None:
+    def __init__(self, job: Job) -> None:
         self.run: dict[str, Any] = {}
         self.is_shown = False
         self._job = job
-        self._usage = usage
+        self._usage = Usage(job.device)
         self._lines: JSONLines | None = None
         self._num_loops = 0
         self._has_asked = False

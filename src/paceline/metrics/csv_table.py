@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from paceline.metrics.earlier_run import keep_earlier
+from paceline.metrics.json_lines import keep_earlier
 from paceline.metrics.logger import Values
 
 

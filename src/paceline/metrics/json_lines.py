@@ -6,8 +6,9 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,31 @@ def write_line(lines: JSONLines | None, step: int, values: Mapping[str, Any]) ->
             f"{lines.path.name} cannot be written: {error}. The training goes on; the lines of the steps "
             "in which this happens are missing."
         )
+
+
+def keep_earlier(paths: Sequence[Path]) -> None:
+    """Keep the files of an earlier run: `metrics.jsonl` becomes `metrics-1.jsonl`.
+
+    They get the same number, which is the first that is free.
+
+    Empty files are left, because a new run may overwrite them.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    earlier = [path for path in paths if path.exists() and path.stat().st_size]
+    if not earlier:
+        return
+    free = next(n for n in count(1) if not any(_numbered(path, n).exists() for path in paths))
+    for path in earlier:
+        path.rename(_numbered(path, free))
+    log.logger.info(
+        "%s of an earlier run %s kept as %s.",
+        " and ".join(path.name for path in earlier),
+        "is" if len(earlier) == 1 else "are",
+        " and ".join(_numbered(path, free).name for path in earlier),
+    )
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_stem(f"{path.stem}-{number}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
 from paceline.metrics.clock_file import ClockFile
-from paceline.metrics.earlier_run import keep_earlier
-from paceline.metrics.json_lines import METRICS, OWN_NAMES, JSONLines, write_line
+from paceline.metrics.json_lines import METRICS, OWN_NAMES, JSONLines, keep_earlier, write_line
 from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.step_loss import StepLoss, StepTotal
-from paceline.metrics.usage import GPU_BUSY, GPU_MEMORY, Usage
 
 
 class Report:
@@ -38,8 +37,7 @@ class Report:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._usage = Usage(job.device)
-        self.clock = ClockFile(job, self._usage)
+        self.clock = ClockFile(job)
         self._has_destination = False
         # By step: its epoch, and what was logged.
         self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -171,7 +169,6 @@ class Report:
             epoch, values = pending
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
-            numbers |= self._usage.gpu()
             self._time_s = round(now - self._began, 4)
             line = {"epoch": epoch, "time_s": self._time_s, **numbers}
             write_line(self._lines, total.step, line)
@@ -244,15 +241,14 @@ def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
                 f"{name!r} is the loss over all ranks, which is not combined again.",
                 fix="log it in a call without `reduce`.",
             )
-        if name in (*OWN_NAMES, GPU_BUSY, GPU_MEMORY):
+        if name in OWN_NAMES:
             raise ConfigError(
                 f"Paceline writes {name!r} itself.", fix="log your value under another name."
             )
-        size = 1
-        if isinstance(value, torch.Tensor | np.ndarray):
-            size = math.prod(value.shape)
-        if size != 1 or not _is_number(value):
-            got = f"{size} numbers" if size != 1 else type(value).__name__
+        if not _is_number(value):
+            got = type(value).__name__
+            if isinstance(value, torch.Tensor | np.ndarray):
+                got = f"{math.prod(value.shape)} numbers of type {value.dtype}"
             raise ConfigError(
                 f"{name!r} must be one number, got {got}.",
                 fix="log its mean, or each element under its own name.",
@@ -261,14 +257,10 @@ def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return not value.is_complex()
-    if isinstance(value, StepLoss):
-        return True
-    try:
-        float(_copied(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return hasattr(value, "__float__")  # a text such as "3" has none
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and isinstance(value.item(), Real)
+    return isinstance(value, Real | StepLoss)
 
 
 def _number(value: Any, mean: float) -> float | int:

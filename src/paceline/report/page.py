@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Iterator, Sequence
 
 from paceline.metrics.logger import require
@@ -29,7 +28,7 @@ p { margin: .3rem 0; }
 p.first { padding: .6rem .8rem; background: var(--soft); border-left: 4px solid var(--link); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
+  vertical-align: top; overflow-wrap: anywhere; }
 div.table { overflow-x: auto; }
 figure { margin: .5rem 0; }
 figure > div { width: 100%; }
@@ -102,12 +101,6 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     return f"{head}<body>\n{body}\n{scripts}</body>\n</html>\n"
 
 
-def _inline(text: str) -> str:
-    """A text as HTML: a number stays on the line of its unit, and the path of a run may be broken."""
-    text = re.sub(r"(?<=\d) (?=(?:%|ms|s|[KMGT]?i?B)(?!\w))", "\u00a0", text)
-    return html.escape(text).replace("/", "/<wbr>")
-
-
 def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
     yield f"<h1>{html.escape(title)}</h1>"
     yield '<nav aria-label="Sections"><ul>'
@@ -116,10 +109,10 @@ def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
     yield "</ul></nav>\n<main>"
     for number, section in enumerate(sections):
         yield f'<section aria-labelledby="section{number}">'
-        yield f'<h2 id="section{number}">{_inline(section.title)}</h2>'
+        yield f'<h2 id="section{number}">{html.escape(section.title)}</h2>'
         for at, text in enumerate(section.text):
             mark = ' class="first"' if number == at == 0 else ""
-            yield f"<p{mark}>{_inline(text)}</p>"
+            yield f"<p{mark}>{html.escape(text)}</p>"
         if section.chart is not None:
             label = html.escape(section.alt, quote=True)
             yield f'<figure role="img" aria-label="{label}"><div id="chart{number}"></div></figure>'
@@ -131,9 +124,9 @@ def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
 
 def _table(table: Table) -> Iterator[str]:
     yield '<div class="table"><table><thead><tr>'
-    yield "".join(f'<th scope="col">{_inline(name)}</th>' for name in table.head)
+    yield "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table.head)
     yield "</tr></thead><tbody>"
     for first, *rest in table.rows:
-        cells = "".join(f"<td>{_inline(text)}</td>" for text in rest)
-        yield f'<tr><th scope="row">{_inline(first)}</th>{cells}</tr>'
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in rest)
+        yield f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
