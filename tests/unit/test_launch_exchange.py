@@ -12,12 +12,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from paceline.launch import node_exchange
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.messages import JobInfo, render_failure
-from paceline.launch.node_exchange import NodeExchange
+from paceline.launch.node_exchange import NodeExchange, NodeRecord, NodeRecords
 from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.hang import diagnose
 from paceline.watch.rank_state import Call, RankState, StackSummary
@@ -45,10 +45,36 @@ def outcome(
     )
 
 
+_opened: list[NodeRecords] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def _records(store: Any, name: str, window_s: float = 60.0) -> NodeRecords:
+    _opened.append(NodeRecords(store, name, interval_s=0.1, window_s=window_s))
+    return _opened[-1]
+
+
+def _nodes(count: int, store: Any = None) -> list[NodeExchange]:
+    """The exchange of each node of a job."""
+    names = [str(number) for number in range(count)]
+    store = HashStore() if store is None else store
+    return [NodeExchange(_records(store, name), 0, names) for name in names]
+
+
+def _write(node: NodeExchange, text: str) -> None:
+    """As if another node had written this record."""
+    node._records.others["1"] = node_exchange._read_record(text.encode())
+
+
 def _verdicts(outcomes: list[list[RankOutcome]]) -> list[FirstFailure]:
     """The verdict of each node."""
-    store = HashStore()
-    nodes = [NodeExchange(store, number, len(outcomes)) for number in range(len(outcomes))]
+    nodes = _nodes(len(outcomes))
 
     def verdict(number: int) -> FirstFailure:
         nodes[number].announce_failure()
@@ -97,16 +123,14 @@ def test_a_rank_that_ended_well_on_another_node_is_named() -> None:
 
 
 def test_a_node_waits_until_the_ranks_of_all_nodes_are_done() -> None:
-    store = HashStore()
-    nodes = [NodeExchange(store, number, 3) for number in range(3)]
+    nodes = _nodes(3)
     assert [node.publish_done() for node in nodes] == [False, False, True]
     assert nodes[0].publish_done()
-    assert not NodeExchange(PrefixStore("gone", store), 0, 2).publish_done()
+    assert not _nodes(2)[0].publish_done()
 
 
 def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
-    store = HashStore()
-    host, other = (NodeExchange(store, node, 2) for node in (0, 1))
+    host, other = _nodes(2)
     polled = threading.Event()
 
     def may_go() -> bool:
@@ -122,8 +146,38 @@ def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
         assert not waiting.done()
         other.wait_all_done(30, lambda: False)
         waiting.result(timeout=10)
-    NodeExchange(PrefixStore("skip_grace", store), 0, 2).wait_all_done(600, lambda: True)
-    NodeExchange(PrefixStore("alone", store), 0, 2).wait_all_done(0.1, lambda: False)
+    _nodes(2)[0].wait_all_done(600, lambda: True)
+    _nodes(2)[0].wait_all_done(0.1, lambda: False)
+
+
+def test_a_dead_node_is_not_awaited() -> None:
+    store = HashStore()
+    records = _records(store, "0", window_s=0.3)
+    store.set("beat/1", "1 1")
+    store.set("record/1", "{}")
+    NodeExchange(records, 0, ["0", "1"]).wait_all_done(600, lambda: False)
+
+
+def test_a_host_that_is_cut_off_does_not_block_the_main_thread() -> None:
+    class Cut(HashStore):
+        cut, healed = threading.Event(), threading.Event()
+
+        def set(self, key: str, value: str) -> None:
+            if self.cut.is_set():
+                self.healed.wait(60)  # as torch's client, for a quarter of an hour
+            super().set(key, value)
+
+    store = Cut()
+    node, _ = _nodes(2, store)
+    assert not node.publish_done()
+    store.cut.set()
+    began = time.monotonic()
+    node.announce_failure()
+    assert not node.other_node_failed()
+    with pytest.raises(RuntimeError, match="did not answer within 0.1 s"):
+        node._records.call("set", "key", "value", timeout_s=0.1)
+    assert time.monotonic() - began < 10
+    store.healed.set()
 
 
 def test_the_traceback_stays_with_its_launcher() -> None:
@@ -147,13 +201,15 @@ def test_credentials_in_errors_stay_in_their_launcher(monkeypatch: pytest.Monkey
     assert there.original.error.message == "403 for *** and password=***"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[" * 10_000, "[7]", "[{}]", '[{"time": 1e999}]'])
-def test_values_that_cannot_be_read_are_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{}", "[" * 10_000, "[7]", "[{}]", '{"round": 1e999}'])
+def test_records_that_cannot_be_read_are_ignored(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(node_exchange, "_ANSWER_S", 0.01)
     monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.01)
-    store = HashStore()
-    store.set("outcomes/1", text)
-    node = NodeExchange(store, 0, 2)
-    assert node.exchange_outcomes([], lambda: False) == ([], 0)
+    node, _ = _nodes(2)
+    _write(node, text)
+    assert node.exchange_outcomes([], lambda: False) == ([], 1)
 
 
 def _with_one_wrong_type(value: Any) -> Iterator[Any]:
@@ -167,12 +223,12 @@ def _with_one_wrong_type(value: Any) -> Iterator[Any]:
             yield from ([*value[:n], w, *value[n + 1 :]] for w in _with_one_wrong_type(value[n]))
 
 
-def test_outcomes_of_wrong_types_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0)
-    mine, store = outcome(0, 2.0, LOST), HashStore()
-    for wrong in _with_one_wrong_type([dataclasses.asdict(outcome(1, 1.0))]):
-        store.set("outcomes/1", json.dumps(wrong))
-        found, _ = NodeExchange(store, 0, 2).exchange_outcomes([mine], lambda: True)
+def test_outcomes_of_wrong_types_are_ignored() -> None:
+    mine, (node, _) = outcome(0, 2.0, LOST), _nodes(2)
+    there = NodeRecord(round=0, outcomes=(outcome(1, 1.0),))
+    for wrong in _with_one_wrong_type(dataclasses.asdict(there)):
+        _write(node, json.dumps(wrong))
+        found, _ = node.exchange_outcomes([mine], lambda: True)
         judged = find_first_failure([mine, *found])
         assert judged is not None
         assert render_failure(judged, INFO)
@@ -181,41 +237,39 @@ def test_outcomes_of_wrong_types_are_ignored(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_outcomes_count_if_the_store_ends_afterwards() -> None:
-    class Ending(PrefixStore):
+    class Ending(HashStore):
         def set(self, key: str, value: str) -> None:
-            if key.startswith("read/"):
+            if 'has_read": true' in value:
                 raise RuntimeError("Broken pipe")
+            super().set(key, value)
 
-    store = HashStore()
-    NodeExchange(PrefixStore("a", store), 1, 2).publish_outcomes([outcome(1, 80.0)])
-    found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_outcomes([], lambda: False)
-    assert [(outcome.rank, outcome.time, outcome.elsewhere) for outcome in found] == [
-        (1, 80.0, True)
-    ]
+    node, other = _nodes(2, Ending())
+    other.publish_outcomes([outcome(1, 80.0)])
+    found, silent = node.exchange_outcomes([], lambda: False)
+    assert [(each.rank, each.time, each.elsewhere) for each in found] == [(1, 80.0, True)]
     assert silent == 0
 
 
 def test_no_node_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_exchange, "_ANSWER_S", 0.05)
     monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.05)
-    store = HashStore()
-    nodes = [NodeExchange(PrefixStore("job/0", store), number, 3) for number in range(3)]
+    nodes = _nodes(3)
     assert not nodes[1].other_node_failed()
     nodes[0].announce_failure()
     assert nodes[0].exchange_outcomes([outcome(0, 1.0)], lambda: False) == ([], 2)
-    nodes[1]._next_poll = 0.0
+    nodes[1]._records.look()
     assert nodes[1].other_node_failed()
-    assert not NodeExchange(PrefixStore("job/1", store), 1, 3).other_node_failed()
+    assert not NodeExchange(nodes[1]._records, 1, ["0", "1", "2"]).other_node_failed()
 
 
 def test_states_of_ranks_arrive_whole() -> None:
-    store = HashStore()
-    node, other = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
+    node, other = _nodes(2)
     assert not other.states_requested()
-    node.request_states(new=True)
+    node.request_states()
+    other._records.look()
     assert (node.states_requested(), other.states_requested()) == (False, True)
     assert node.collect_states() == ([], False)
-    other.request_states(new=False)
+    other.request_states()
     assert not other.states_requested()
     call = Call(name="all_reduce", number=4, members=(0, 1), tensor_text="f32[3]", since_s=2.0)
     where = StackSummary(script=(("train.py", 3, "step"),), torch_call="recv", lock=True)
@@ -225,22 +279,19 @@ def test_states_of_ranks_arrive_whole() -> None:
     other.publish_states([state])
     assert node.collect_states() == ([state], True)
     # An answer to an earlier request does not count.
-    node.request_states(new=True)
+    node.request_states()
     assert node.collect_states() == ([], False)
-    for text in ("", "[]", "7", "[" * 10_000):
-        store.set("states/1", text)
-        assert node.collect_states() == ([], False)
     mine = dataclasses.replace(state, rank=0, last_numbers={})
-    for wrong in _with_one_wrong_type({"request": 2, "states": [dataclasses.asdict(state)]}):
-        store.set("states/1", json.dumps(wrong))
+    there = NodeRecord(round=0, request=2, states=(state,))
+    for wrong in _with_one_wrong_type(dataclasses.asdict(there)):
+        _write(node, json.dumps(wrong))
         diagnose([mine, *node.collect_states()[0]], 2, 1.0)
 
 
 def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = HashStore()
-    here, there = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
+    here, there = _nodes(2)
     call = Call(name="all_reduce", number=4, members=(0, 1), tensor_text="f32[3]", since_s=12.0)
     waiting = RankState(
         rank=0,
@@ -257,9 +308,9 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     watch._begin([rank.pid for rank in ranks.ranks])
     watch.exchange = here
     monkeypatch.setattr(watch, "_state", lambda rank, now: waiting)
-    here.request_states(new=True)
+    here.request_states()
     assert watch._conclude(time.monotonic(), 2) is None  # it waits for the states of node 1
-    there.request_states(new=False)
+    there.request_states()
     there.publish_states([ended])
     there.announce_failure()  # node 1 has judged first, and ends its ranks
     watch.conclude_pending(2)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchFailed
+from paceline.launch.node_exchange import Heartbeats
 from paceline.launch.nodes import (
-    Heartbeats,
     NodeFacts,
     NodeRendezvous,
     State,
@@ -26,7 +26,7 @@ from paceline.launch.nodes import (
     order,
 )
 from paceline.launch.options import read_options
-from paceline.launch.rendezvous import RendezvousClosed, Round
+from paceline.launch.rendezvous import Change, RendezvousClosed, RendezvousLost, Round
 
 FIRST = NodeFacts(
     host="a",
@@ -157,6 +157,63 @@ def test_launchers_meet_restart_and_close() -> None:
         with pytest.raises(RendezvousClosed):
             other.next_round()
         other.close(job_ended=True)
+
+
+def _join(port: int, words: Sequence[str]) -> NodeRendezvous:
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", __file__]
+    return NodeRendezvous(read_options([*words, *options]), [].append)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_a_node_that_found_no_place_does_not_close_the_job_of_the_others(port: int) -> None:
+    words = ["--nnodes=1:2", "--rdzv-conf=join_timeout=1"]
+    members = [each[0] for each in _meet(port, words, count=2, say=[])]
+    late = _join(port, words)
+    with pytest.raises(RendezvousLost, match="not enough nodes came in time"):
+        late.next_round()
+    late.close(job_ended=True)
+    with ThreadPoolExecutor(2) as pool:
+        assert {r.number for r in pool.map(lambda each: each.next_round(), members)} == {1}
+    for member in members:
+        member.close(job_ended=True)
+
+
+def test_the_others_begin_again_without_a_node_that_cannot_start_its_ranks(port: int) -> None:
+    met = _meet(port, ["--nnodes=1:2"], count=2, say=[])
+    stays, leaves = met[0][0], met[1][0]
+    assert leaves.leave()
+    leaves.close(job_ended=True)
+    deadline = time.monotonic() + 20
+    while (change := stays.change()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert change == Change("other nodes begin again", joins=True, has_begun=True)
+    assert stays.next_round().nodes == 1
+    assert not stays.leave()
+    stays.close(job_ended=True)
+
+
+def test_a_number_of_a_living_node_is_refused_and_that_of_a_dead_one_taken(port: int) -> None:
+    words = ["--nnodes=1:3", "--rdzv-conf=keep_alive_interval=0.2"]
+    host, node = (_join(port, [*words, f"--node-rank={number}"]) for number in (0, 1))
+    with pytest.raises(LaunchFailed, match="two nodes have the number 1"):
+        _join(port, [*words, "--node-rank=1"])
+    node.close(job_ended=False)
+    for each in (_join(port, [*words, "--node-rank=1"]), host):
+        each.close(job_ended=False)
+
+
+def test_ranks_that_run_are_not_ended_because_the_job_is_closed(port: int) -> None:
+    met = _meet(port, ["--nnodes=2", "--rdzv-conf=keep_alive_interval=0.2"], count=2, say=[])
+    host, other = sorted((each[0] for each in met), key=lambda each: each._current.node)
+    other.close(job_ended=True)
+    time.sleep(2)  # it is dead now
+    assert host.change() is None
+    host.close(job_ended=True)
 
 
 def test_a_script_that_is_a_pipe_or_a_folder_is_not_read(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class HangWatch:
         asked = self.exchange is not None and self.exchange.states_requested()
         if asked or (now >= self._ask_next and self._suspicious(alive, now)):
             if self.exchange is not None:
-                self.exchange.request_states(new=not asked)
+                self.exchange.request_states()
             self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
             able = [r for r in alive if self._activities[r.local_rank].state not in _STOPPED]

@@ -1,8 +1,8 @@
-"""Key-value exchange between the node launchers, one per restart, through the rendezvous store: JSON.
+"""What the launchers of several nodes tell each other: one record per node in the rendezvous store, as JSON.
 
 After a failure each launcher publishes how its ranks ended, because a failing rank makes ranks of other nodes
 fail. In a hang each publishes the state of its ranks. The clocks of hosts are not compared: if ranks of
-two nodes failed independently, both failures are printed. torch does not authenticate the store, so values
+two nodes failed independently, both failures are printed. torch does not authenticate the store, so records
 that cannot be parsed, or have other types, are ignored.
 """
 
@@ -11,56 +11,239 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.credentials import redact
 from paceline.watch.crash import RankOutcome
 from paceline.watch.rank_state import RankState
+from paceline.watch.wire import UNREADABLE, from_json
 
-_POLL_S = 0.5
-# The other launchers notice a failure within one poll, and answer at once.
+_LONGEST_PAUSE_S = 2.5  # between two looks at the store
+# The other launchers notice a failure with their next look, and answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
 _WAIT_S = 0.02
-_FAILED = "failed"
-_DONE = "done"
-_LEFT = "left"
-_STATE_REQUESTS = "state requests"
-# Errors of `json.loads` and `from_json`.
-UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_NODES_OF_A_WAIT = 16  # with more, each looks less often
+_UPDATE_S = 2.0  # for the store to take a record
+_CALL_S = 60.0  # for any call of the store; torch limits only some of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRecord:
+    """What a node tells the others about itself.
+
+    Attributes:
+        round: That its ranks are in; -1 before the first one.
+        failed: Whether one of its ranks has failed.
+        done: Whether its ranks have ended well.
+        left: Whether it does not need the store any more.
+        outcomes: How its ranks ended; None while they run.
+        has_read: Whether it has read the outcomes of the other nodes.
+        request: The number of the latest request for the states of all ranks that it has made or joined.
+        states: Its answer to that request; None before.
+    """
+
+    round: int = -1
+    failed: bool = False
+    done: bool = False
+    left: bool = False
+    outcomes: tuple[RankOutcome, ...] | None = None
+    has_read: bool = False
+    request: int = 0
+    states: tuple[RankState, ...] | None = None
+
+
+class Heartbeats:
+    """Which nodes are dead, by the values of their heartbeats.
+
+    Args:
+        interval_s: Between two heartbeats.
+        window_s: A node without a new one for so long is dead.
+    """
+
+    def __init__(self, interval_s: float, window_s: float) -> None:
+        self.dead: set[str] = set()
+        self._window_s = window_s
+        self._pause_s = max(window_s / 2, 2.5 * interval_s)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._looked_at = 0.0
+
+    def look(self, beats: Mapping[str, bytes]) -> None:
+        """Note the newest heartbeat of each node."""
+        now = time.monotonic()
+        # After a pause of this process no node is called dead: the others may have paused too.
+        paused = now - self._looked_at > self._pause_s
+        self._looked_at = now
+        for node, beat in beats.items():
+            last = self._seen.get(node)
+            if paused or last is None or last[0] != beat:
+                self._seen[node] = (beat, now)
+        self.dead = {n for n in beats if now - self._seen[n][1] > self._window_s}
+
+
+class NodeRecords:
+    """The records of the nodes, and their heartbeats. A thread writes and reads them.
+
+    Only this thread calls the store: torch's client waits without a limit for a host that was cut off, and
+    the main thread must still forward signals.
+
+    Args:
+        store: A `torch.distributed.Store`.
+        name: Of this node.
+        interval_s: Between two heartbeats.
+        window_s: A node without a new heartbeat for so long is dead.
+
+    Attributes:
+        own: The record of this node. The thread writes it with its next look.
+        nodes: Names of the nodes to look at.
+        others: Their latest records.
+        state: The latest value of the key `state`.
+        lost: Whether the connection to the store was lost.
+        looks: Number of looks so far.
+    """
+
+    def __init__(
+        self, store: Any, name: str, *, interval_s: float = 1.0, window_s: float = 3.0
+    ) -> None:
+        self.name = name
+        self.own = NodeRecord()
+        self.nodes: frozenset[str] = frozenset()
+        self.others: dict[str, NodeRecord] = {}
+        self.state = b""
+        self.lost = False
+        self.looks = 0
+        self.pause_s = min(interval_s / 2, _LONGEST_PAUSE_S)
+        self._store = store
+        self._heartbeats = Heartbeats(interval_s, window_s)
+        self._written: NodeRecord | None = None
+        self._version = 0  # of the own record
+        self._versions: dict[str, bytes] = {}  # of the others
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._tasks = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="paceline-nodes", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> set[str]:
+        """Those of `nodes` that have no new heartbeat."""
+        return self._heartbeats.dead
+
+    def call(self, method: str, *args: Any, timeout_s: float = _CALL_S) -> Any:
+        """Call a method of the store.
+
+        Raises:
+            RuntimeError: the store is lost, or does not answer.
+        """
+        return self._do(lambda: getattr(self._store, method)(*args), timeout_s)
+
+    def look(self, *, timeout_s: float = 0.5) -> None:
+        """Write the own record and read the others now; if the store does not answer, give up."""
+        with contextlib.suppress(RuntimeError):
+            self._do(self._look, timeout_s)
+
+    def update(self, **changes: Any) -> None:
+        """Change the own record."""
+        self.own = dataclasses.replace(self.own, **changes)
+        self.look(timeout_s=_UPDATE_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        self._thread.join(_UPDATE_S)  # it may wait for a host that was cut off
+
+    def _do(self, task: Callable[[], Any], timeout_s: float) -> Any:
+        future: Future[Any] = Future()
+        self._tasks.put((future, task))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"the store did not answer within {timeout_s:g} s") from error
+
+    def _serve(self) -> None:
+        next_look = time.monotonic()
+        while True:
+            wait_s = next_look - time.monotonic()
+            if wait_s <= 0:
+                next_look = time.monotonic() + self.pause_s
+                self._run(Future(), self._look)
+                continue
+            with contextlib.suppress(queue.Empty):
+                task = self._tasks.get(timeout=wait_s)
+                if task is None:
+                    return
+                self._run(*task)
+
+    def _run(self, future: Future[Any], task: Callable[[], Any]) -> None:
+        try:
+            future.set_result(task())
+        except Exception as error:
+            self.lost = True
+            future.set_exception(error)
+
+    def _look(self) -> None:
+        own = self.own
+        if own is not self._written:
+            self._store.set(f"record/{self.name}", json.dumps(dataclasses.asdict(own)))
+            self._written = own
+            self._version += 1
+        self.looks += 1
+        self._store.set(f"beat/{self.name}", f"{self.looks} {self._version}")
+        if self._store.check(["state"]):
+            self.state = self._store.get("state")
+        names = sorted(self.nodes - {self.name})
+        keys = [f"beat/{name}" for name in names]
+        if names and self._store.check(keys):
+            beats = dict(zip(names, self._store.multi_get(keys), strict=True))
+            self._heartbeats.look(beats)
+            for name, beat in beats.items():
+                version = beat.partition(b" ")[2]
+                if self._versions.get(name) != version:
+                    self._versions[name] = version
+                    self.others[name] = _read_record(self._store.get(f"record/{name}"))
+
+
+def _read_record(data: bytes) -> NodeRecord:
+    try:
+        record: NodeRecord = from_json(NodeRecord, json.loads(data))
+        return record
+    except UNREADABLE:
+        return NodeRecord()
 
 
 class NodeExchange:
     """The exchange of one round of ranks.
 
     Args:
-        store: A `torch.distributed.Store`. It is never read with a blocking call, because
-            heartbeats go through the same client.
-        node: The number of this node, from 0 to `nodes` - 1.
+        number: Of the round.
+        nodes: Names of its nodes, in their order.
     """
 
-    def __init__(self, store: Any, node: int, nodes: int) -> None:
-        self._store = store
-        self.node = node
-        self._others = [n for n in range(nodes) if n != node]
-        self._next_poll = 0.0
-        self._request = 0
-        self._done = False
+    def __init__(self, records: NodeRecords, number: int, nodes: Sequence[str]) -> None:
+        self._records = records
+        self._number = number
+        self.node = nodes.index(records.name)
+        self._others = [name for name in nodes if name != records.name]
+        records.nodes = records.nodes | set(nodes)
+        records.own = NodeRecord(round=number)
+
+    def _record(self, name: str) -> NodeRecord:
+        """The record of a node in this round; an empty one if it has written none yet."""
+        record = self._records.others.get(name, NodeRecord())
+        return record if record.round == self._number else NodeRecord()
 
     def other_node_failed(self) -> bool:
-        """Whether another node has failed; reads the store at most twice a second."""
-        now = time.monotonic()
-        if now < self._next_poll:
-            return False
-        self._next_poll = now + _POLL_S
-        return self._has(_FAILED)
+        """Whether another node has failed."""
+        return any(self._record(name).failed for name in self._others)
 
     def announce_failure(self) -> None:
         """Tell the other nodes that a rank has failed."""
-        with contextlib.suppress(RuntimeError):  # here and below: the host of the store has ended
-            self._store.set(_FAILED, "")
+        self._records.update(failed=True)
 
     def exchange_outcomes(
         self, outcomes: Sequence[RankOutcome], skip_grace: Callable[[], bool]
@@ -68,118 +251,94 @@ class NodeExchange:
         """Publish how the ranks of this node ended, and get those of the others.
 
         Returns:
-            Outcomes of other nodes' ranks, and the number of nodes that did not answer within 2 s.
+            Outcomes of other nodes' ranks, and the number of nodes that did not answer in time.
         """
-        found: list[RankOutcome] = []
-        silent = len(self._others)
-        with contextlib.suppress(RuntimeError):
-            self.publish_outcomes(outcomes)
-            self._wait("outcomes", self._others, _ANSWER_S, skip_grace)
-            answered = [node for node in self._others if self._has(f"outcomes/{node}")]
-            found = [outcome for node in answered for outcome in self._read_outcomes(node)]
-            silent -= len(answered)
-            self._store.set(f"read/{self.node}", "")
-            # The store may end with this process.
-            self._wait("read", answered, _LEAVE_S, skip_grace)
-        return found, silent
+        self.publish_outcomes(outcomes)
+        answer_s = _ANSWER_S + self._records.pause_s
+        self._wait(lambda record: record.outcomes is not None, answer_s, skip_grace)
+        answers = [self._record(name).outcomes for name in self._others]
+        found = [outcome for answer in answers if answer is not None for outcome in answer]
+        self._records.update(has_read=True)
+        # The store may end with this process.
+        self._wait(lambda record: record.has_read or record.outcomes is None, _LEAVE_S, skip_grace)
+        return [dataclasses.replace(each, elsewhere=True) for each in found], answers.count(None)
 
     def publish_outcomes(self, outcomes: Sequence[RankOutcome]) -> None:
         """Publish how the ranks of this node ended."""
-        with contextlib.suppress(RuntimeError):
-            value = json.dumps([dataclasses.asdict(_brief(outcome)) for outcome in outcomes])
-            self._store.set(f"outcomes/{self.node}", value)
+        self._records.update(outcomes=tuple(map(_brief, outcomes)))
 
     def publish_done(self) -> bool:
-        """Publish that the ranks of this node have ended; returns whether those of all nodes have.
+        """Publish that the ranks of this node have ended; returns whether those of all nodes have."""
+        if not self._records.own.done:
+            self._records.update(done=True)
+        self._records.look()
+        return self.others_done
 
-        Raises:
-            RuntimeError: the host of the store has ended.
-        """
-        count = self._store.add(_DONE, 0 if self._done else 1)
-        self._done = True
-        return bool(count > len(self._others))
+    @property
+    def others_done(self) -> bool:
+        """Whether the ranks of all other nodes have ended well."""
+        return all(self.is_done(name) for name in self._others)
+
+    def is_done(self, name: str) -> bool:
+        """Whether the ranks of another node have ended well."""
+        return self._record(name).done
 
     def any_done(self) -> bool:
-        """Whether the ranks of a node have ended."""
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.add(_DONE, 0) > 0)
-        return False
+        """Whether the ranks of another node have ended."""
+        return any(self.is_done(name) for name in self._others)
 
     def wait_all_done(self, timeout_s: float, skip_grace: Callable[[], bool]) -> None:
-        """Wait until the ranks of all nodes have ended, because the store may end with this process."""
+        """Wait until the ranks of all living nodes have ended: the store may end with this process."""
         deadline = time.monotonic() + timeout_s
-
-        def may_wait() -> bool:
-            time.sleep(_WAIT_S)
-            return time.monotonic() < deadline and not skip_grace()
-
-        with contextlib.suppress(RuntimeError):
-            while not self.publish_done() and may_wait():
-                pass
-            # The host of the store ends last, when the other launchers no longer need the store.
-            count = self._store.add(_LEFT, 1)
-            while count <= len(self._others) and may_wait():
-                count = self._store.add(_LEFT, 0)
+        self._records.update(done=True)
+        self._wait(lambda record: record.done or record.failed, timeout_s, skip_grace)
+        # The host of the store ends last, when the other launchers no longer need the store.
+        self._records.update(left=True)
+        left_s = deadline - time.monotonic()
+        self._wait(lambda record: record.left or record.failed, left_s, skip_grace)
 
     def states_requested(self) -> bool:
         """Whether another launcher has asked for the states of all ranks."""
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.add(_STATE_REQUESTS, 0) > self._request)
-        return False
+        return self._newest_request() > self._records.own.request
 
-    def request_states(self, *, new: bool) -> None:
+    def request_states(self) -> None:
         """Ask all launchers for the states of their ranks, or join the request of another launcher."""
-        with contextlib.suppress(RuntimeError):
-            self._request = self._store.add(_STATE_REQUESTS, int(new))
+        self._records.look()
+        # Two requests at once are one: each launcher awaits answers to its own number.
+        own, newest = self._records.own.request, self._newest_request()
+        self._records.update(request=newest if newest > own else own + 1, states=None)
+
+    def _newest_request(self) -> int:
+        return max(self._record(name).request for name in self._others)
 
     def publish_states(self, states: Sequence[RankState]) -> None:
         """Publish the states of this node's ranks."""
         brief = [dataclasses.replace(state, raised=redact(state.raised)) for state in states]
-        answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in brief]}
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"states/{self.node}", json.dumps(answer))
+        self._records.update(states=tuple(brief))
 
     def collect_states(self) -> tuple[list[RankState], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
-        found: list[RankState] = []
-        complete = True
-        for node in self._others:
-            try:
-                key = f"states/{node}"
-                answer = json.loads(self._store.get(key)) if self._has(key) else {}
-                if answer.get("request", -1) >= self._request:
-                    found += from_json(tuple[RankState, ...], answer["states"])
-                else:
-                    complete = False
-            except (*UNREADABLE, AttributeError, RuntimeError):
-                complete = False
-        return found, complete
+        self._records.look()
+        records = [self._record(name) for name in self._others]
+        answers = [r.states for r in records if r.request >= self._records.own.request]
+        found = [answer for answer in answers if answer is not None]
+        return [state for answer in found for state in answer], len(found) == len(records)
 
     def _wait(
-        self, what: str, nodes: list[int], timeout_s: float, skip_grace: Callable[[], bool]
+        self,
+        ready: Callable[[NodeRecord], bool],
+        timeout_s: float,
+        skip_grace: Callable[[], bool],
     ) -> None:
+        """Wait until the records of all living nodes are so."""
         deadline = time.monotonic() + timeout_s
-        keys = [f"{what}/{node}" for node in nodes]
-        while (
-            keys
-            and not self._store.check(keys)
-            and time.monotonic() < deadline
-            and not skip_grace()
-        ):
-            time.sleep(_WAIT_S)
-
-    def _has(self, key: str) -> bool:
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.check([key]))
-        return False
-
-    def _read_outcomes(self, node: int) -> list[RankOutcome]:
-        try:
-            read = json.loads(self._store.get(f"outcomes/{node}"))
-            outcomes = from_json(tuple[RankOutcome, ...], read)
-        except UNREADABLE:
-            return []
-        return [dataclasses.replace(outcome, elsewhere=True) for outcome in outcomes]
+        pause_s = _WAIT_S * max(1.0, len(self._others) / _NODES_OF_A_WAIT)
+        while not self._records.lost and time.monotonic() < deadline and not skip_grace():
+            living = [name for name in self._others if name not in self._records.dead]
+            if all(ready(self._record(name)) for name in living):
+                return
+            time.sleep(pause_s)
+            self._records.look()
 
 
 def _brief(outcome: RankOutcome) -> RankOutcome:
@@ -188,30 +347,3 @@ def _brief(outcome: RankOutcome) -> RankOutcome:
     if error is not None:
         error = dataclasses.replace(error, message=redact(error.message), causes="", traceback="")
     return dataclasses.replace(outcome, error=error, abort_message="")
-
-
-def from_json(kind: Any, value: Any) -> Any:
-    """A value of this type, such as a dataclass, from what `json.loads` returned.
-
-    Raises:
-        TypeError: the value, or a part of it, is of another type, or a field is missing.
-        KeyError: there is no such field.
-        OverflowError: an integer is too large for a float.
-    """
-    arguments = get_args(kind)
-    if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
-        kinds = get_type_hints(kind)
-        return kind(**{name: from_json(kinds[name], part) for name, part in value.items()})
-    if type(None) in arguments:
-        return value if value is None else from_json(arguments[0], value)
-    if get_origin(kind) is tuple and isinstance(value, list):
-        parts = arguments if arguments[-1] is not ... else arguments[:1] * len(value)
-        if len(parts) == len(value):
-            return tuple(map(from_json, parts, value))
-    if get_origin(kind) is Mapping and isinstance(value, dict):
-        return {name: from_json(arguments[1], part) for name, part in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind}")
-    return value

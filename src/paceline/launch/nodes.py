@@ -1,9 +1,9 @@
 """The rendezvous of several nodes: the launchers meet in a store, and agree on the nodes of each round.
 
 The state that they share is one JSON text, which each changes with `compare_set`: `next_state` has the rules.
-Each node increments a heartbeat once a second. A node is dead when its heartbeat has not changed for 3 s of
-*this* node's clock; clocks of hosts are not compared. torch does not authenticate the store, so nothing that
-comes from it is unpickled, and what cannot be read counts as a lost rendezvous.
+Each node changes its heartbeat twice a second (node_exchange.py). A node is dead when its heartbeat has not
+changed for 3 s of *this* node's clock; clocks of hosts are not compared. torch does not authenticate the
+store, so nothing that comes from it is unpickled, and what cannot be read counts as a lost rendezvous.
 
 A node with another torch, paceline, script or `--nnodes` than the first one is refused. While nodes are
 missing, a line every 10 s says which.
@@ -21,11 +21,11 @@ import platform
 import random
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -35,7 +35,7 @@ from paceline.errors import LaunchFailed
 from paceline.job.network import address_from_here, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
 from paceline.launch.endpoint import connect_store_at
-from paceline.launch.node_exchange import UNREADABLE, NodeExchange, from_json
+from paceline.launch.node_exchange import NodeExchange, NodeRecords
 from paceline.launch.options import LaunchOptions
 from paceline.launch.rendezvous import (
     STORE_TIMEOUT,
@@ -45,6 +45,7 @@ from paceline.launch.rendezvous import (
     RendezvousLost,
     Round,
 )
+from paceline.watch.wire import UNREADABLE, from_json
 
 _MANY_NODES = 64  # with more, heartbeats are rarer, and nodes join at different times
 _HEARTBEAT_S = 1.0
@@ -55,6 +56,9 @@ _FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start togeth
 _POLL_S = 0.1
 _NODES_OF_A_POLL = 16  # with more, each polls less often
 _STORE_S = 60.0  # for the node that serves the store of a round
+_SILENT_S = 60.0  # a rendezvous that does not answer for so long is lost
+_CLOSE_S = 5.0
+_TURN_S = 1.0  # longest time between two looks at a change, unless the launcher was stopped
 _LABELS = {
     "nodes": "--nnodes",
     "torch": "torch",
@@ -214,34 +218,6 @@ def next_state(
     )
 
 
-class Heartbeats:
-    """Which nodes are dead, by the values of their heartbeats.
-
-    Args:
-        interval_s: Between two heartbeats.
-        window_s: A node without a new one for so long is dead.
-    """
-
-    def __init__(self, interval_s: float, window_s: float) -> None:
-        self.dead: set[str] = set()
-        self._window_s = window_s
-        self._pause_s = max(window_s / 2, 2.5 * interval_s)
-        self._seen: dict[str, tuple[bytes, float]] = {}
-        self._looked_at = 0.0
-
-    def look(self, beats: Mapping[str, bytes]) -> None:
-        """Note the newest heartbeat of each node."""
-        now = time.monotonic()
-        # After a pause of this process no node is called dead: the others may have paused too.
-        paused = now - self._looked_at > self._pause_s
-        self._looked_at = now
-        for node, beat in beats.items():
-            last = self._seen.get(node)
-            if paused or last is None or last[0] != beat:
-                self._seen[node] = (beat, now)
-        self.dead = {n for n in beats if now - self._seen[n][1] > self._window_s}
-
-
 @contextlib.contextmanager
 def _reached() -> Iterator[None]:
     """Turn the errors of torch's store, and of values that cannot be read, into ours."""
@@ -259,7 +235,8 @@ class NodeRendezvous(Rendezvous):
 
     Raises:
         ConfigError: this node has to serve the store and cannot.
-        LaunchFailed: the store was not there in time, or this node differs from those that are here.
+        LaunchFailed: the store was not there in time, or this node differs from those that are here, or has
+            the number of one of them.
 
     Collective: the launcher of each node.
     """
@@ -276,45 +253,62 @@ class NodeRendezvous(Rendezvous):
             read_timeout=STORE_TIMEOUT,
             say=say,
         )
-        self._shared: Store = PrefixStore(f"paceline/{options.run_id}", self._served)
+        shared: Store = PrefixStore(f"paceline/{options.run_id}", self._served)
         is_many = options.max_nodes > _MANY_NODES
         given_s = options.rendezvous.keep_alive_interval_s
-        self._interval_s = given_s or (_HEARTBEAT_OF_MANY_S if is_many else _HEARTBEAT_S)
+        interval_s = given_s or (_HEARTBEAT_OF_MANY_S if is_many else _HEARTBEAT_S)
         attempts = options.rendezvous.keep_alive_max_attempt or _BEATS
-        self._beats = Heartbeats(self._interval_s, attempts * self._interval_s)
+        window_s = attempts * interval_s
         self._after = 0
-        self._next_check = self._next_look = 0.0
         self._known: dict[str, NodeFacts] = {}
         self._current: Round | None = None
-        self._members: tuple[str, ...] = ()
+        self._looks = 0  # that `change` has seen
+        self._silent_s, self._changed_at = 0.0, time.monotonic()
         route = route_to(options.endpoint.host)
         address = address_from_here(options.local_addr) if options.local_addr else ""
         address = address or (route.address if route is not None else socket.gethostname())
         self._facts = facts_of_this_node(options, address)
         self._name = f"{self._facts.host}-{os.getpid()}-{secrets.token_hex(4)}"
-        with _reached():
-            self._beat()
-            first = self._publish()
-        self._refuse_difference(first)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="paceline-beat", daemon=True)
-        self._thread.start()
+        self._records = NodeRecords(shared, self._name, interval_s=interval_s, window_s=window_s)
+        try:
+            with _reached():
+                self._records.look(timeout_s=_STORE_S)
+                first = self._publish()
+            self._refuse_difference(first)
+            if self._facts.number is not None:
+                with _reached():
+                    self._take_number(self._facts.number, window_s)
+        except BaseException:
+            self._records.close()
+            raise
 
-    # The store's client serves one call at a time, so no call may block: heartbeats use it too.
-
-    def _beat(self) -> None:
-        self._shared.add(f"beat/{self._name}", 1)
-
-    def _beat_on(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: the main thread notices it too
-            while not self._stopped.wait(self._interval_s):
-                self._beat()
+    def _call(self, method: str, *args: object) -> Any:
+        return self._records.call(method, *args)
 
     def _publish(self) -> NodeFacts:
         """Publish the facts of this node; returns those of the first one, which may be this one."""
         text = json.dumps(dataclasses.asdict(self._facts))
-        self._shared.set(f"facts/{self._name}", text)
-        return _read_facts(self._shared.compare_set("first", "", text)) or self._facts
+        self._call("set", f"facts/{self._name}", text)
+        return _read_facts(self._call("compare_set", "first", "", text)) or self._facts
+
+    def _take_number(self, number: int, window_s: float) -> None:
+        """Reserve the number of this node. A dead node, which this one may replace, loses it."""
+        key = f"number/{number}"
+        owner = self._call("compare_set", key, "", self._name).decode()
+        began, first = time.monotonic(), b""
+        while owner != self._name:
+            beat = self._call("get", f"beat/{owner}")
+            first = first or beat
+            if beat != first:
+                raise LaunchFailed(
+                    f"two nodes have the number {number}.",
+                    where=", ".join(map(str, [*self._of([owner]).values(), self._facts])),
+                    fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
+                )
+            if time.monotonic() - began > window_s:
+                owner = self._call("compare_set", key, owner, self._name).decode()
+                began, first = time.monotonic(), b""
+            time.sleep(_POLL_S)
 
     def _refuse_difference(self, first: NodeFacts) -> None:
         found = difference(first, self._facts)
@@ -322,7 +316,7 @@ class NodeRendezvous(Rendezvous):
             return
         what, fix = found
         with _reached():
-            self._shared.set("refused", f"{time.strftime('%H:%M:%S')}: {what}")
+            self._call("set", "refused", f"{time.strftime('%H:%M:%S')}: {what}")
         raise LaunchFailed(
             f"this node cannot take part: {what}.",
             where=f"host {self._facts.host}, rendezvous at {self._endpoint}",
@@ -341,7 +335,8 @@ class NodeRendezvous(Rendezvous):
                 state = self._enter_round()
                 self._after = state.round + 1
                 if (found := self._begin(state)) is not None:
-                    self._current, self._members = found, state.nodes
+                    self._current, self._silent_s = found, 0.0
+                    self._changed_at = time.monotonic()
                     return found
 
     def _enter_round(self) -> State:
@@ -362,7 +357,7 @@ class NodeRendezvous(Rendezvous):
                 state,
                 self._name,
                 after=self._after,
-                dead=self._beats.dead,
+                dead=self._records.dead,
                 sizes=self._sizes,
                 last_call_over=enough_at is not None and now - enough_at > last_call_s,
             )
@@ -371,7 +366,7 @@ class NodeRendezvous(Rendezvous):
                     wanted = replace(
                         wanted, nodes=tuple(order(wanted.nodes, self._of(wanted.nodes)))
                     )
-                self._shared.compare_set("state", text, _encode(wanted))
+                self._change_state(text, wanted)
                 pause_s = _FIRST_POLL_S
                 continue
             if state.complete and self._name in state.nodes and state.round >= self._after:
@@ -387,22 +382,22 @@ class NodeRendezvous(Rendezvous):
     def _begin(self, state: State) -> Round | None:
         """The round that is complete, with its store; None if the node that should serve it is dead."""
         facts = self._of(state.nodes)
-        _refuse_equal_numbers(list(facts.values()))
         node = state.nodes.index(self._name)
         key = f"store/{state.round}"
         if node == 0:
             self._store = self._serve_ranks()
-            self._shared.set(key, str(self._store.port))
+            self._call("set", key, str(self._store.port))
         deadline = time.monotonic() + _STORE_S
-        while not self._shared.check([key]):
-            self._read()
-            if state.nodes[0] in self._beats.dead or time.monotonic() > deadline:
+        while not self._call("check", [key]):
+            now, _ = self._read()
+            is_dead = state.nodes[0] in self._records.dead
+            if is_dead or now.round != state.round or time.monotonic() > deadline:
                 return None
             time.sleep(_FIRST_POLL_S)
         each = [facts[name] for name in state.nodes]
         roles = [other for other in each if other.role == self._facts.role]
         before = [other for other in each[:node] if other.role == self._facts.role]
-        prefix = PrefixStore(f"exchange/{state.round}", self._shared)
+        exchange = NodeExchange(self._records, state.round, state.nodes)
         return Round(
             number=state.round,
             node=node,
@@ -412,8 +407,8 @@ class NodeRendezvous(Rendezvous):
             first_role_rank=sum(other.ranks for other in before),
             role_world_size=sum(other.ranks for other in roles),
             address=each[0].address,
-            port=int(self._shared.get(key)),
-            exchange=NodeExchange(prefix, node, len(each)) if len(each) > 1 else None,
+            port=int(self._call("get", key)),
+            exchange=exchange if len(each) > 1 else None,
         )
 
     def _serve_ranks(self) -> TCPStore:
@@ -437,54 +432,86 @@ class NodeRendezvous(Rendezvous):
         """The ranks of several nodes start after their store."""
 
     def change(self) -> Change | None:
-        """See the base class; reads the store at most once in an interval of the heartbeats."""
-        now = time.monotonic()
-        if now < self._next_check or self._current is None:
+        """See the base class; does not wait for the store."""
+        if self._current is None:
             return None
-        self._next_check = now + self._interval_s
-        with _reached():
-            state, _ = self._read()
-            if state.round == self._current.number:
-                if {*state.waiting} - self._beats.dead:
-                    return Change("a node joins", joins=True)
-                lost = [node for node in self._members if node in self._beats.dead]
-                names = [str(self._of([node]).get(node, node)) for node in lost]
-                return Change(f"lost {', '.join(names)}: no sign of life") if names else None
+        exchange = self._current.exchange
+        if self._is_lost():
+            if exchange is not None and exchange.others_done:
+                return None  # nothing is left to agree on: the ranks here end by themselves
+            raise RendezvousLost("the connection to the rendezvous was lost")
+        state = decode_state(self._records.state) if self._records.state else State()
+        self._records.nodes = _names(state)
+        if state.round < self._current.number or state.closed:
+            return (
+                None  # an older state; or no restart is possible: ranks that still run may end well
+            )
+        if state.round == self._current.number:
+            if {*state.waiting} - self._records.dead:
+                return Change("a node joins", joins=True)
+            lost = [node for node in state.nodes if node in self._records.dead]
+            if exchange is not None:
+                lost = [node for node in lost if not exchange.is_done(node)]
+            names = [str(self._known.get(node, node)) for node in lost]
+            return Change(f"lost {', '.join(names)}: no sign of life") if names else None
         if self._name in (*state.nodes, *state.expected):
             return Change("other nodes begin again", joins=True, has_begun=True)
         return Change("this node did not respond, and the others continued")
 
+    def _is_lost(self) -> bool:
+        """Whether the connection to the rendezvous is broken, or has been silent for a minute."""
+        # The time of long turns is left out: this launcher was stopped then, as by SIGSTOP.
+        now = time.monotonic()
+        self._silent_s += min(now - self._changed_at, _TURN_S)
+        self._changed_at = now
+        if self._looks != self._records.looks:
+            self._looks, self._silent_s = self._records.looks, 0.0
+        return self._records.lost or self._silent_s > _SILENT_S
+
+    def leave(self) -> bool:
+        """See the base class."""
+        low, _ = self._sizes
+        with contextlib.suppress(RendezvousLost), _reached():
+            while True:
+                state, text = self._read()
+                others = {*state.nodes, *state.waiting} - self._records.dead - {self._name}
+                if self._name not in state.nodes or len(others) < low:
+                    return False
+                wanted = State(state.round + 1, expected=tuple(sorted(others)))
+                if self._change_state(text, wanted):
+                    return True
+        return False
+
     def close(self, *, job_ended: bool) -> None:
         """See the base class."""
         with contextlib.suppress(RendezvousLost), _reached():
-            while job_ended:
-                state, text = self._read()
-                wanted = _encode(replace(state, closed=True))
-                job_ended = self._shared.compare_set("state", text, wanted) != wanted.encode()
-        self._stopped.set()
-        self._thread.join()
+            # A node that waits for a place, or was left behind, must not end the job of the others.
+            while job_ended and not self._records.lost:
+                state, text = self._read(timeout_s=_CLOSE_S)
+                is_member = self._name in (*state.nodes, *state.expected)
+                job_ended = is_member and not self._change_state(text, replace(state, closed=True))
+        self._records.close()
         self._store = None
 
-    def _read(self) -> tuple[State, str]:
-        """The state, as text too; also looks at the heartbeats, at most twice in their interval."""
-        data = self._shared.compare_set("state", "", _encode(State()))
+    def _read(self, timeout_s: float = _STORE_S) -> tuple[State, str]:
+        """The state, as text too."""
+        initial = _encode(State())
+        data = self._records.call("compare_set", "state", "", initial, timeout_s=timeout_s)
         state = decode_state(data)
-        now = time.monotonic()
-        names = sorted({*state.nodes, *state.expected, *state.waiting, *self._members})
-        if now >= self._next_look and names:
-            self._next_look = now + self._interval_s / 2
-            keys = [f"beat/{name}" for name in names]
-            if self._shared.check(keys):
-                beats = self._shared.multi_get(keys)
-                self._beats.look(dict(zip(names, beats, strict=True)))
+        self._records.nodes = _names(state)
         return state, data.decode()
+
+    def _change_state(self, before: str, wanted: State) -> bool:
+        """Change the state, if no other node has changed it since; returns whether it is so now."""
+        text = _encode(wanted)
+        return bool(self._call("compare_set", "state", before, text) == text.encode())
 
     def _of(self, nodes: Sequence[str]) -> dict[str, NodeFacts]:
         """The facts of those of these nodes that have published them."""
         for node in nodes:
             key = f"facts/{node}"
-            if node not in self._known and self._shared.check([key]):
-                found = _read_facts(self._shared.get(key))
+            if node not in self._known and self._call("check", [key]):
+                found = _read_facts(self._call("get", key))
                 if found is not None:
                     self._known[node] = found
         return {node: self._known[node] for node in nodes if node in self._known}
@@ -500,10 +527,9 @@ class NodeRendezvous(Rendezvous):
             here = f"{here}, and no more may take part"
             missing = "this node waits until one leaves. If they are another job, give this one another port"
         text = f"still waiting: {here}; {missing}"
-        if self._shared.check(["refused"]):
-            text += (
-                f". A node was refused at {self._shared.get('refused').decode(errors='replace')}"
-            )
+        if self._call("check", ["refused"]):
+            refused = self._call("get", "refused").decode(errors="replace")
+            text += f". A node was refused at {refused}"
         host = self._endpoint.host
         route = route_to(host)
         if (
@@ -515,6 +541,10 @@ class NodeRendezvous(Rendezvous):
                 f". On this host {host} is this host itself: if that is wrong, correct /etc/hosts"
             )
         self._say(text)
+
+
+def _names(state: State) -> frozenset[str]:
+    return frozenset((*state.nodes, *state.expected, *state.waiting))
 
 
 def _encode(state: State) -> str:
@@ -549,20 +579,6 @@ def _read_facts(data: bytes) -> NodeFacts | None:
         return facts
     except UNREADABLE:
         return None
-
-
-def _refuse_equal_numbers(nodes: Sequence[NodeFacts]) -> None:
-    by_number: dict[int, list[NodeFacts]] = {}
-    for facts in nodes:
-        if facts.number is not None:
-            by_number.setdefault(facts.number, []).append(facts)
-    for number, equal in by_number.items():
-        if len(equal) > 1:
-            raise LaunchFailed(
-                f"two nodes have the number {number}.",
-                where=", ".join(sorted(f"{node.host} ({node.address})" for node in equal)),
-                fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
-            )
 
 
 def describe(

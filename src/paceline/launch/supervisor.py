@@ -34,6 +34,7 @@ from paceline.launch.local_ranks import (
     has_probe,
 )
 from paceline.launch.messages import JobInfo, render_failure, render_restart
+from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import (
@@ -154,6 +155,7 @@ class Supervisor:
         self._has_failed_log = False
         self._memory = read_memory()
         self._round: Round
+        self._exchange: NodeExchange | None = None  # with the nodes of this round
         # None if it is switched off, or if the ranks are not Python.
         self._watch: HangWatch | None = None
         if has_probe() and options.is_python:
@@ -185,12 +187,13 @@ class Supervisor:
             return 128 + error.number
         except LaunchFailed as error:
             self._stop_ranks(signal.SIGTERM, may_save=False)
-            job_ended = True
+            job_ended = not self._rendezvous.leave()
+            if job_ended and self._exchange is not None:
+                self._exchange.announce_failure()
             self._local_ranks.say(str(error))
             return ExitCode.FAILED
         except RendezvousLost as error:
             self._stop_ranks(signal.SIGTERM, may_save=False)
-            job_ended = True
             return _rendezvous_lost(self._local_ranks, self._options, error)
         finally:
             self._rendezvous.close(job_ended=job_ended)
@@ -212,15 +215,12 @@ class Supervisor:
             self._local_ranks.trained = False
             with self._signals.interruptible():
                 self._round = self._rendezvous.next_round()
+            self._exchange = self._round.exchange
             if self._watch is not None:
-                self._watch.exchange = self._round.exchange
+                self._watch.exchange = self._exchange
             try:
                 self._start_ranks()
-            except (LaunchFailed, OSError) as error:
-                if self._round.exchange is not None:
-                    self._round.exchange.announce_failure()
-                if isinstance(error, LaunchFailed):
-                    raise
+            except OSError as error:
                 raise LaunchFailed(
                     f"the ranks of this node cannot be started: {error}.",
                     where=f"host {socket.gethostname()}",
@@ -238,7 +238,7 @@ class Supervisor:
 
     def _wait_for_other_nodes(self) -> None:
         """Keep the store until the ranks of other nodes have ended, after the ranks here ended well."""
-        if self._exit_code != ExitCode.OK or self._round.exchange is None:
+        if self._exit_code != ExitCode.OK or self._exchange is None:
             return
         if self._preempted:
             self._wait_for_nodes(self._options.grace_s(may_save=True))
@@ -423,7 +423,7 @@ class Supervisor:
         done = local.done  # read first: a rank may end badly between the two
         if local.any_ended_badly:
             return self._fail()
-        exchange = self._round.exchange
+        exchange = self._exchange
         # After a preemption the other nodes are not awaited, and may be gone.
         change = None if done and local.preempted else self._rendezvous.change()
         # A signal that came in the meantime lets the ranks save; a change does not always.
@@ -455,7 +455,7 @@ class Supervisor:
         ranks of this one have ended. Ranks of other nodes may wait for ranks of this node; their launchers
         then need its outcomes.
         """
-        exchange = self._round.exchange
+        exchange = self._exchange
         if exchange is None or self._local_ranks.preempted:
             return True
         try:
@@ -485,7 +485,7 @@ class Supervisor:
         Returns:
             The ranks of this node, the outcomes of other nodes' ranks, and how many nodes did not answer.
         """
-        local, exchange = self._local_ranks, self._round.exchange
+        local, exchange = self._local_ranks, self._exchange
 
         def signalled() -> bool:
             return bool(self._signals.received)
@@ -595,8 +595,8 @@ class Supervisor:
 
     def _wait_for_nodes(self, timeout_s: float) -> None:
         """Wait until the ranks of other nodes have ended; this process may serve their store."""
-        if self._round.exchange is not None:
-            self._round.exchange.wait_all_done(timeout_s, lambda: self._signals.skip_grace)
+        if self._exchange is not None:
+            self._exchange.wait_all_done(timeout_s, lambda: self._signals.skip_grace)
 
     def _stop_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
         local = self._local_ranks
