@@ -174,7 +174,7 @@ def test_a_host_that_is_cut_off_does_not_block_the_main_thread() -> None:
     began = time.monotonic()
     node.announce_failure()
     assert not node.other_node_failed()
-    with pytest.raises(RuntimeError, match="did not answer within 0.1 s"):
+    with pytest.raises(RuntimeError, match="did not answer"):
         node._records.call("set", "key", "value", timeout_s=0.1)
     assert time.monotonic() - began < 10
     store.healed.set()

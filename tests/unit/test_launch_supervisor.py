@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from paceline.launch.options import read_options
-from paceline.launch.rendezvous import Change
+from paceline.launch.rendezvous import Change, RendezvousLost
 from paceline.launch.signals import ReceivedSignals, SignalReceived
 from paceline.launch.supervisor import Supervisor
 
@@ -29,3 +29,12 @@ def test_a_signal_while_another_node_joins_lets_the_ranks_save() -> None:
         supervisor._after_turn()
     ranks.stop.assert_not_called()
     ranks.say.assert_not_called()
+
+
+def test_a_node_that_finds_too_few_others_does_not_end_their_job() -> None:
+    rendezvous: Any = Mock()
+    rendezvous.next_round.side_effect = RendezvousLost("not enough nodes came in time")
+    options = read_options([__file__])
+    code = Supervisor(options, Mock(ranks=[], has_begun=False), rendezvous, ReceivedSignals()).run()
+    assert code == 1
+    rendezvous.close.assert_called_once_with(job_ended=False)
