@@ -84,11 +84,14 @@ def _loads(job: Any, folder: str, kind: str) -> Any:
     return _tensors(model, optimizer)
 
 
-@pytest.mark.parametrize("saver", [2, 3, *[pytest.param(n, marks=pytest.mark.ci) for n in (1, 4)]])
-def test_saved_on_n_loaded_on_m(saver: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saver", "loaders"),
+    [(2, (1, 3)), *[pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.ci) for n in (1, 3, 4)]],
+)
+def test_saved_on_n_loaded_on_m(saver: int, loaders: tuple[int, ...], tmp_path: Path) -> None:
     want = run_ranks(_saves, str(tmp_path), "ddp", nproc=saver)[0]
     assert len(want) == 8 + 3 + 8 * 3  # parameters, buffers, and AdamW's for each parameter
-    for loader in (1, 2, 3, 4):
+    for loader in loaders:
         assert run_ranks(_loads, str(tmp_path), "ddp", nproc=loader) == [want] * loader
 
 
@@ -238,7 +241,7 @@ def _on_slow_storage(job: Any, folder: str) -> int:
 
     def write_late(store: Any, path: str, parts: Any) -> None:
         if path.endswith(".bin") and job.rank == job.world_size - 1:
-            time.sleep(4)
+            time.sleep(2.5)
         write(store, path, parts)
 
     Store.write = write_late  # type: ignore[method-assign]
@@ -249,7 +252,7 @@ def _on_slow_storage(job: Any, folder: str) -> int:
 
 @pytest.mark.parametrize("nproc", [2, *[pytest.param(n, marks=pytest.mark.ci) for n in (1, 3)]])
 def test_a_late_save_ends_no_training_and_leaves_out_the_next(nproc: int, tmp_path: Path) -> None:
-    assert run_ranks(_on_slow_storage, str(tmp_path), nproc=nproc, timeout_s=2) == [3] * nproc
+    assert run_ranks(_on_slow_storage, str(tmp_path), nproc=nproc, timeout_s=1) == [3] * nproc
     assert committed(open_store(tmp_path)) == [1, 3]
 
 

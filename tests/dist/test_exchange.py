@@ -18,6 +18,8 @@ from paceline.job import collectives
 from paceline.job.exchange import LEFT_LOOP, WORD, Header, disagreement
 from paceline.testing import run_failing_ranks, run_ranks
 
+CI = pytest.mark.ci
+
 
 def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
     """Rank 0 makes a call at some place. The others make none, or another one."""
@@ -67,17 +69,17 @@ def _calls(job: Any, call: str, where: str, others: str, folder: str) -> None:
     [
         ("save", "before the sum", "", 3, "shm"),
         ("save", "after the update", "evaluate", 3, "gloo"),
-        ("export", "before the sum", "", 2, "shm"),
-        ("export", "after the loop", "evaluate", 3, "shm"),
-        ("load_state_dict", "before the loop", "", 2, "shm"),
+        pytest.param("export", "before the sum", "", 2, "shm", marks=CI),
+        pytest.param("export", "after the loop", "evaluate", 3, "shm", marks=CI),
+        pytest.param("load_state_dict", "before the loop", "", 2, "shm", marks=CI),
         ("resume", "before the loop", "evaluate", 3, "shm"),
-        ("evaluate", "before the loop", "", 2, "shm"),
-        ("evaluate", "before the sum", "", 3, "shm"),
+        pytest.param("evaluate", "before the loop", "", 2, "shm", marks=CI),
+        pytest.param("evaluate", "before the sum", "", 3, "shm", marks=CI),
         ("evaluate", "after the loop", "", 3, "shm"),
         ("loss", "after the update", "", 3, "shm"),
-        ("loss", "after the loop", "", 2, "shm"),
-        ("agree", "after the update", "", 2, "gloo"),
-        ("on_rank0", "before the sum", "", 2, "shm"),
+        pytest.param("loss", "after the loop", "", 2, "shm", marks=CI),
+        pytest.param("agree", "after the update", "", 2, "gloo", marks=CI),
+        pytest.param("on_rank0", "before the sum", "", 2, "shm", marks=CI),
     ],
 )
 def test_a_call_of_one_rank_is_named_on_all_ranks_within_seconds(

@@ -174,14 +174,6 @@ def test_after_a_caught_error_other_errors_end_no_process_and_the_next_join_has_
     ] * 2
 
 
-def test_a_killed_rank_is_named_by_the_parent() -> None:
-    faults = [Fault(rank=1, step=1, kind="kill")]
-    outcomes = run_failing_ranks(_sums, faults, nproc=3, faults=faults)
-    assert isinstance(outcomes[1].error, LaunchFailed)
-    assert "SIGKILL" in str(outcomes[1].error)
-    assert all(outcome.error is not None for outcome in outcomes)
-
-
 def test_a_fault_that_is_never_reached_fails_the_test() -> None:
     faults = [Fault(rank=1, step=99, kind="kill")]
     with pytest.raises(AssertionError, match="never reached"):
@@ -304,18 +296,8 @@ def test_the_output_of_a_rank_is_a_stream_as_usual() -> None:
     assert paceline.spawn(_output_of_a_rank, nproc=1) == [(True, sys.__stdout__.errors)]
 
 
-def _exits(job: Any) -> None:
-    if job.rank == 0:
-        os._exit(0)
-
-
-def test_a_rank_that_ends_early_is_explained() -> None:
-    with pytest.raises(LaunchFailed, match=r"rank 0 ended with exit code 0 before its"):
-        paceline.spawn(_exits, nproc=1)
-
-
 def _ends_in_its_own_time(job: Any, how: str) -> str:
-    """Rank 0 works for 3 s after the others have come to the end; collectives may wait 1 s."""
+    """Rank 0 works for 2 s after the others have come to the end; collectives may wait 1 s."""
     if how == "break":
         model = paceline.ddp(job, torch.nn.Linear(1, 1))
         batches = paceline.Batches(job, TensorDataset(torch.ones(8, 1)), global_batch=4)
@@ -327,13 +309,15 @@ def _ends_in_its_own_time(job: Any, how: str) -> str:
             if step.number == 3:
                 break
     if job.rank == 0:
-        time.sleep(3)
+        time.sleep(2)
     if job.rank == 0 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     return "done"
 
 
-@pytest.mark.parametrize(("nproc", "how"), [(2, "end"), (4, "end"), (3, "break")])
+@pytest.mark.parametrize(
+    ("nproc", "how"), [pytest.param(4, "end", marks=pytest.mark.ci), (3, "break")]
+)
 def test_a_rank_may_work_for_long_after_the_others_have_ended(nproc: int, how: str) -> None:
     results = paceline.spawn(_ends_in_its_own_time, how, nproc=nproc, timeout_s=1)
     assert results == ["done"] * nproc
@@ -367,7 +351,7 @@ def _stops_while_it_sends(job: Any, by: signal.Signals) -> bytes:
 def test_a_rank_that_ends_or_stops_while_it_sends_its_result(by: Any, error: str) -> None:
     began = time.monotonic()
     with pytest.raises(LaunchFailed, match=error):
-        paceline.spawn(_stops_while_it_sends, by, nproc=2, deadline_s=5)
+        paceline.spawn(_stops_while_it_sends, by, nproc=2, deadline_s=3)
     assert time.monotonic() - began < 20
 
 

@@ -31,6 +31,7 @@ LAYOUTS = {
     "pp on 4": Mesh(pp=4),
     "pp x replicas on 4": Mesh(pp=2, dp_replicate=2),
 }
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
 STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp x fsdp on 4", "pp on 2"]
 FAST = ["ddp on 2", "fsdp on 2", "tp on 2", "pp on 2"]
 REST = [name for name in LAYOUTS if name not in ("fsdp on 2", "pp on 2")]
@@ -83,12 +84,22 @@ def _stored(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {path: value for path, value in tensors.items() if value.is_floating_point()}
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first step of one process, in a folder for each dtype."""
+    folder = tmp_path_factory.mktemp("one")
+    for dtype in BOUNDS:
+        run_ranks(_first_step, dtype, folder / str(dtype), nproc=1)
+    return folder
+
+
 @pytest.mark.parametrize("name", FAST + SLOW)
-def test_gradients_and_weights_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+def test_gradients_and_weights_are_those_of_one_process(
+    tmp_path: Path, one_process: Path, name: str
+) -> None:
     mesh = LAYOUTS[name]
-    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        one, many = tmp_path / f"one {dtype}", tmp_path / f"many {dtype}"
-        run_ranks(_first_step, dtype, one, nproc=1)
+    for dtype, bound in BOUNDS.items():
+        one, many = one_process / str(dtype), tmp_path / str(dtype)
         run_ranks(_first_step, dtype, many, nproc=_ranks(mesh), mesh=mesh)
         want, got = _stored(one, 1), _stored(many, 1)
         assert got.keys() == want.keys()

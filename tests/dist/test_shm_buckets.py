@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import logging
 import os
-import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +44,6 @@ class Net(nn.Module):
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "static_graph": {"static_graph": True},
     "find_unused": {"find_unused": True},
     "accumulation": {},
     "hook": {},
@@ -154,32 +149,6 @@ def test_all_ranks_copy_if_one_cannot_share() -> None:
         assert trained == {"no access": (copied, 0), "no room": (copied, 0)}
     hints = [[text for text in texts if "--shm-size" in text] for _, _, texts in results]
     assert [len(texts) for texts in hints] == [0, 1, 0]
-
-
-def test_buckets_of_freed_models_are_forgotten_while_another_thread_maps_new_ones() -> None:
-    """A collective's thread keeps what it has mapped while the main thread issues the next collective."""
-    buckets = SharedBuckets(SimpleNamespace(rank=0))  # type: ignore[arg-type]
-    parameter = torch.nn.Parameter(torch.zeros(20_000))
-    buckets.add_parameters([parameter])
-    stop, interval_s = threading.Event(), sys.getswitchinterval()
-
-    def keep() -> None:
-        for number in itertools.count():
-            buckets.keep((-number, 0), torch.float32, None)
-            if stop.is_set():
-                return
-
-    thread = threading.Thread(target=keep)
-    sys.setswitchinterval(1e-6)
-    try:
-        thread.start()
-        for _ in range(30):
-            parameter.grad = torch.zeros(20_000)  # frees the bucket of the last iteration
-            assert buckets.find(parameter.grad)
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval_s)
 
 
 def _one_after_another(job: Job) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import hashlib
@@ -14,7 +15,7 @@ import shutil
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -284,15 +285,21 @@ def test_checkpoints_do_not_keep_a_model_alive(job: Job, tmp_path: Path) -> None
 # Storage that fails.
 
 
-def test_a_full_disk_does_not_change_older_checkpoints(job: Job, tmp_path: Path) -> None:
-    checkpoints = _save(job, tmp_path, 1)
+@contextlib.contextmanager
+def _small_files() -> Iterator[None]:
+    """As on a full disk: no file may have more than 300 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
-        with pytest.raises(SaveFailed, match="File too large") as caught:
-            checkpoints.save(job, 2, _state())
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_does_not_change_older_checkpoints(job: Job, tmp_path: Path) -> None:
+    checkpoints = _save(job, tmp_path, 1)
+    with _small_files(), pytest.raises(SaveFailed, match="File too large") as caught:
+        checkpoints.save(job, 2, _state())
     assert caught.value.exit_code == 74
     assert "KiB" in caught.value.why or "MiB" in caught.value.why
     assert "ulimit -f" in caught.value.fix  # the disk has space
@@ -304,30 +311,11 @@ def test_a_full_disk_is_a_warning_in_the_background(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = _save(job, tmp_path, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-    try:
-        with caplog.at_level("WARNING", logger="paceline"):
-            checkpoints.save(job, 2, _state(), wait=False)
-            checkpoints.finish(job)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with _small_files(), caplog.at_level("WARNING", logger="paceline"):
+        checkpoints.save(job, 2, _state(), wait=False)
+        checkpoints.finish(job)
     assert "training continues without this checkpoint: step 2 cannot be saved" in caplog.text
     assert checkpoints.last_saved == 1
-
-
-def test_a_folder_without_a_manifest_or_a_file_in_the_way_is_moved(
-    job: Job, tmp_path: Path
-) -> None:
-    _save(job, tmp_path, 1, 2)
-    (tmp_path / "step-2/manifest.json").unlink()
-    (tmp_path / "step-3").write_text("of another program")
-    checkpoints = paceline.Checkpoints(tmp_path)
-    assert _equal(checkpoints.resume(job), _state(1.0))
-    for step in (2, 3):
-        checkpoints.save(job, step, _state(float(step)))
-    assert committed(open_store(tmp_path)) == [1, 2, 3]
-    assert {"incomplete-step-2-1", "incomplete-step-3-1"} <= set(os.listdir(tmp_path))
 
 
 def test_files_of_other_programs_in_the_folder_stay(
@@ -339,6 +327,7 @@ def test_files_of_other_programs_in_the_folder_stay(
         "probe-0",
         "step-5/mine.txt",
         "step-900/mine.txt",
+        "step-901",
         "step-1/manifest.json",
     ]
     for name in names:
@@ -348,18 +337,16 @@ def test_files_of_other_programs_in_the_folder_stay(
     with caplog.at_level("WARNING", logger="paceline"):
         _save(job, tmp_path, 10, 20, keep=1)
     checkpoints.resume(job)
-    checkpoints.save(job, 900, _state())
+    (tmp_path / "step-20/manifest.json").unlink()
+    for step in (20, 900, 901):
+        checkpoints.save(job, step, _state())
     names[names.index("step-900/mine.txt")] = "incomplete-step-900-1/mine.txt"
+    names[names.index("step-901")] = "incomplete-step-901-1"
     for name in names:
         assert "of another program" in (tmp_path / name).read_text()
     assert "older ones stay: " in caplog.text
     assert "step-1 cannot be read: it is not a manifest of Paceline" in caplog.text
     assert not (tmp_path / "step-10").exists()
-
-
-def test_a_folder_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the folder of the checkpoints has no name"):
-        paceline.Checkpoints("")
 
 
 def test_an_unexpected_error_of_the_commit_or_of_retention_is_reported(
@@ -383,11 +370,16 @@ def test_an_unexpected_error_of_the_commit_or_of_retention_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("keep", None), ("keep", 0), ("every_steps", 2.5), ("every_epochs", True)]
+    ("name", "value"),
+    [
+        *(("keep", None), ("keep", 0), ("every_steps", 2.5), ("every_epochs", True)),
+        *(("every_s", True), ("every_s", math.nan), ("every_s", 0), ("every_s", "often")),
+        *(("resume", "never"), ("folder", "")),
+    ],
 )
-def test_a_number_that_is_not_an_integer_of_at_least_1_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, got {value}"):
-        paceline.Checkpoints("folder", **{name: value})
+def test_a_wrong_argument_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        paceline.Checkpoints(**{"folder": "folder", name: value})
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/a"])
@@ -465,12 +457,6 @@ def test_the_sum_of_large_weights_may_overflow_and_complex_ones_are_examined(
     bad = {"models": [{"w": torch.tensor([complex(1, math.nan)])}]}
     with pytest.raises(NonFinite, match="w holds NaN"):
         checkpoints.save(job, 2, bad, finite=["models.0.w"])
-
-
-@pytest.mark.parametrize("every_s", [True, math.inf, math.nan, 0, -1.0, "often"])
-def test_an_interval_that_is_no_number_of_seconds_is_refused(every_s: Any) -> None:
-    with pytest.raises(ConfigError, match="every_s must be more than 0"):
-        paceline.Checkpoints("folder", every_s=every_s)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -676,13 +662,8 @@ def test_weights_that_cannot_be_written_leave_the_old_file_and_no_scratch(
 ) -> None:
     write_file(tmp_path / name, {"w": torch.ones(1)})
     before = (tmp_path / name).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-    try:
-        with pytest.raises(CheckpointError, match=f"{name} cannot be written"):
-            write_file(tmp_path / name, {"w": torch.ones(1000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with _small_files(), pytest.raises(CheckpointError, match=f"{name} cannot be written"):
+        write_file(tmp_path / name, {"w": torch.ones(1000)})
     assert (tmp_path / name).read_bytes() == before
     assert os.listdir(tmp_path) == [name]
 
@@ -693,13 +674,3 @@ def test_a_missing_safetensors_is_named_with_its_cure(
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[safetensors\]'"):
         paceline.load_weights(torch.nn.Linear(3, 2), tmp_path / "w.safetensors")
-
-
-def test_weights_of_another_model_are_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    before = model.weight.clone()
-    torch.save({"bias": torch.ones(2), "weight": torch.ones(5, 3)}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match=r"weight: the model has shape \[2, 3\].* \[5, 3\]"):
-        paceline.load_weights(model, tmp_path / "w.pth")
-    assert torch.equal(model.weight, before)
-    assert not bool((model.bias == 1).any())

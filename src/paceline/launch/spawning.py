@@ -32,8 +32,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError, LaunchFailed
+from paceline.errors import LaunchFailed
 from paceline.exit_codes import signal_name
+from paceline.job.arguments import require_integers, require_positive
 from paceline.job.job import join
 from paceline.job.mesh import Mesh
 from paceline.job.store_server import serve_here
@@ -156,11 +157,10 @@ def run_outcomes(
 
     `store` is for the rendezvous of the ranks; None creates one.
     """
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-        raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
-    for name, value in (("timeout_s", timeout_s), ("deadline_s", deadline_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be more than 0 and finite, got {value}.")
+    require_integers(1, nproc=nproc)
+    require_positive(timeout_s=timeout_s)
+    if deadline_s is not None:
+        require_positive(deadline_s=deadline_s)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     if store is None:
