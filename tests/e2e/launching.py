@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,19 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Fi
         out, err = process.communicate()
         raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None
     return Finished(process.returncode, out, err)
+
+
+def wait_until(
+    condition: Callable[[], Any], *processes: subprocess.Popen[str], deadline_s: float = DEADLINE_S
+) -> Any:
+    """Wait until this is true, and return it; fails if one of the processes ends, or at the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while not (found := condition()):
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
 
 
 def run(
@@ -164,11 +177,11 @@ def unused_port() -> int:
 
 def wait_served(port: int) -> None:
     """Wait until a process listens on this port."""
-    deadline = time.monotonic() + 20
     needle = f":{port:04X} "
-    while time.monotonic() < deadline:
+
+    def is_served() -> bool:
         tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
-        if any(needle in line and " 0A " in line for text in tables for line in text.splitlines()):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"no process listens on port {port}")
+        lines = [line for table in tables for line in table.splitlines()]
+        return any(needle in line and " 0A " in line for line in lines)
+
+    wait_until(is_served, deadline_s=20)

@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from launching import wait_until
 
 ROOT = Path(__file__).parents[2]
 PACELINE = [sys.executable, "-m", "paceline", "run", "--nproc-per-node"]
@@ -167,14 +167,6 @@ def _check_parameter_server(output: str, steps: int) -> None:
     assert int(found[3]) <= 4
 
 
-def _wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 60) -> None:
-    until = time.monotonic() + timeout_s
-    while not path.exists():
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @pytest.mark.ci
 def test_the_parameter_server(tmp_path: Path) -> None:
     output = _run([*PACELINE, "4", *PARAMETER_SERVER, "--steps=600"], tmp_path)
@@ -194,7 +186,7 @@ def test_a_parameter_server_restarts_after_a_worker_was_killed(tmp_path: Path) -
     pids = re.search(r"pids ([\d ]+)", run.stderr.readline())
     assert pids
     snapshot = tmp_path / "runs/parameter_server/snapshot.pt"
-    _wait_for(snapshot, run)
+    wait_until(snapshot.exists, run)
     done = torch.load(snapshot)["done"]
     assert 0 < done < 800
     os.kill(int(pids[1].split()[-1]), signal.SIGKILL)
@@ -220,7 +212,7 @@ def test_ranks_without_a_launcher_outlive_a_killed_worker(tmp_path: Path) -> Non
         )
         for rank in range(4)
     ]
-    _wait_for(tmp_path / "runs/parameter_server/snapshot.pt", ranks[0])
+    wait_until((tmp_path / "runs/parameter_server/snapshot.pt").exists, ranks[0])
     ranks[3].kill()
     output, _ = ranks[0].communicate(timeout=100)
     _check_parameter_server(output, 600)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import hosts, needs_firewall, needs_hosts
-from launching import Finished, finish
+from launching import Finished, finish, wait_until
 from scripts import training_script
 
 pytestmark = needs_hosts
@@ -294,13 +294,13 @@ dist.destroy_process_group()
 
 def _wait_world(path: Path, world: int, since: float = 0.0, deadline_s: float = 40.0) -> float:
     """Wait until a host has made a step with so many ranks after `since`; returns when."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
+
+    def made_at() -> float:
         words = path.read_text().split() if path.exists() else []
-        if len(words) == 2 and int(words[0]) == world and float(words[1]) > since:
-            return float(words[1])
-        time.sleep(0.02)
-    raise AssertionError(f"no step with {world} ranks in {deadline_s} s")
+        is_new = len(words) == 2 and int(words[0]) == world and float(words[1]) > since
+        return float(words[1]) if is_new else 0.0
+
+    return float(wait_until(made_at, deadline_s=deadline_s))
 
 
 @pytest.mark.slow

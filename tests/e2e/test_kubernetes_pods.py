@@ -21,7 +21,7 @@ import psutil
 import pytest
 import yaml
 from hosts import Hosts, missing_tool
-from launching import DEADLINE_S, finish
+from launching import finish, wait_until
 from scripts import training_script
 
 from paceline.cli import main
@@ -125,12 +125,7 @@ def commands(pod: subprocess.Popen[str]) -> list[str]:
 
 
 def wait_steps(folder: Path, count: int, *pods: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while len(steps(folder)) < count:
-        for pod in pods:
-            assert pod.poll() is None, pod.communicate()
-        assert time.monotonic() < deadline, steps(folder)
-        time.sleep(0.01)
+    wait_until(lambda: len(steps(folder)) >= count, *pods)
 
 
 def terminate(pods: Pods, gone: Any, *others: Any) -> None:
@@ -189,11 +184,9 @@ def test_a_wrong_script_is_a_failure_that_counts_or_ends_the_job(
 @pytest.mark.ci
 def test_a_pod_that_is_ended_while_it_starts_does_not_wait(tmp_path: Path, pods: Pods) -> None:
     pod = pods.start(0)
-    deadline = time.monotonic() + DEADLINE_S
+    process = psutil.Process(pod.pid)
     # From then on it handles the signal; it imports torch after that, and waits for the other pod.
-    while not any(_catches_sigterm(each.pid) for each in psutil.Process(pod.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: any(_catches_sigterm(each.pid) for each in process.children()))
     began = time.monotonic()
     first_process(pod).send_signal(signal.SIGTERM)
     assert finish(pod).code == 143

@@ -13,7 +13,6 @@ from launching import Finished, finish, spawn
 from scripts import training_script
 
 BIN = Path(sys.executable).parent
-DEADLINE_S = 50.0
 MPI = {
     "openmpi": ("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe", "-np"]),
     "mpich": ("mpiexec.hydra", ["-n"]),

@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import environment, finish, node_words, start
+from launching import environment, finish, node_words, start, wait_until
 from torch.distributed import TCPStore
 
 pytestmark = [
@@ -130,10 +129,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def _wait(*paths: Path) -> None:
-    deadline = time.monotonic() + 40
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, paths
-        time.sleep(0.02)
+    wait_until(lambda: all(path.exists() for path in paths))
 
 
 def _as_nobody(script: str, *words: str) -> subprocess.Popen[str]:

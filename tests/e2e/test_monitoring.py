@@ -8,16 +8,14 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from launching import DEADLINE_S, finish, start
+from launching import DEADLINE_S, finish, start, wait_until
 from scripts import training_script
 
 import paceline
@@ -44,14 +42,6 @@ if os.path.exists("end"):
 )
 
 
-def _wait(condition: Any) -> Any:
-    until = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return found
-
-
 def _get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as answer:
         text: str = answer.read().decode()
@@ -64,7 +54,7 @@ def test_prometheus_sees_all_ranks(tmp_path: Path) -> None:
     training = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
     server = None
     try:
-        _wait((tmp_path / "port").exists)
+        wait_until((tmp_path / "port").exists)
         target = (tmp_path / "port").read_text()
         assert target.startswith("127.0.0.1:")  # on one host nobody else can read it
 
@@ -72,7 +62,7 @@ def test_prometheus_sees_all_ranks(tmp_path: Path) -> None:
             text = _get(f"http://{target}/metrics")
             return text if "paceline_phase_seconds_total{" in text else ""
 
-        text = _wait(metrics)
+        text = wait_until(metrics)
         for rank in ("0", "1"):
             pattern = rf'paceline_phase_seconds_total{{phase="forward",rank="{rank}"}} \d'
             assert re.search(pattern, text)
@@ -118,7 +108,7 @@ def _start_prometheus(folder: Path, target: str) -> tuple[subprocess.Popen[bytes
         except OSError:
             return False
 
-    _wait(is_ready)
+    wait_until(is_ready)
     return server, f"http://{address}"
 
 
@@ -133,7 +123,7 @@ def _every_query_has_data(url: str) -> None:
             answer = json.loads(_get(f"{url}/api/v1/query?query={asked}"))
             return answer["status"] == "success" and bool(answer["data"]["result"])
 
-        _wait(has_data)
+        wait_until(has_data)
 
 
 def test_prometheus_shows_what_is_known() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hangs import PLAIN
-from launching import Finished, finish, node_words, start, wait_served
+from launching import Finished, finish, node_words, start, wait_served, wait_until
 
 STEPS = """
 rank = dist.get_rank()
@@ -97,9 +97,8 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     assert "waiting for 2 nodes" in host.stderr.readline()
     wait_served(free_port)
     other = start(words, tmp_path)
-    while not all((tmp_path / name).exists() for name in ("gone-on", "host-ended")):
-        assert other.poll() is None, other.communicate()
-        time.sleep(0.01)
+    for name in ("gone-on", "host-ended"):
+        wait_until((tmp_path / name).exists, other)
     other.kill()
     other.communicate()
     end = finish(host)
@@ -128,9 +127,7 @@ def test_a_node_that_comes_while_the_job_ends_does_not_begin_it_again(
     host = start(words, tmp_path, HOST="1")
     wait_served(free_port)
     other = start(words, tmp_path)
-    while not (tmp_path / "goes-on").exists():
-        assert other.poll() is None, other.communicate()
-        time.sleep(0.01)
+    wait_until((tmp_path / "goes-on").exists, other)
     third = start(words, tmp_path)
     assert third.stderr is not None
     assert "waiting for" in third.stderr.readline()

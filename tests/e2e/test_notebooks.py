@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from launching import DEADLINE_S, wait_until
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install nbclient")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install nbclient")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
-DEADLINE_S = 60.0
 
 # ipykernel passes on what child processes print, unless it believes that pytest runs it.
 NO_PYTEST = ("PYTEST_CURRENT_TEST",)
@@ -107,9 +106,7 @@ def test_output_errors_and_the_stop_button(kernel: Kernel, tmp_path: Path) -> No
     assert "on rank 0" not in text
 
     def stop() -> None:
-        until = time.monotonic() + DEADLINE_S
-        while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2)
         kernel.interrupt()
 
     thread = threading.Thread(target=stop)

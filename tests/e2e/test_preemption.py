@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import Finished, alive, finish, node_words, run, spawn, start
+from launching import Finished, alive, finish, node_words, run, spawn, start, wait_until
 
 from paceline.job.preemption import SAME_SIGNAL_S
 
@@ -70,7 +70,6 @@ with paceline.join(seed=3, device="cpu", timeout_s=30) as job:
 """
 RANKS = "--nproc-per-node=3"
 SLOW = {"SLOW_S": "0.05"}
-DEADLINE_S = 30.0
 
 
 def lines(folder: Path, first: str) -> list[list[str]]:
@@ -81,11 +80,7 @@ def lines(folder: Path, first: str) -> list[list[str]]:
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, first: str, count: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while len(lines(folder, first)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, lines(folder, first)
-        time.sleep(0.002)
+    wait_until(lambda: len(lines(folder, first)) >= count, process)
 
 
 def begin(folder: Path, words: str = RANKS, **more: str) -> subprocess.Popen[str]:
@@ -191,9 +186,8 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = begin(tmp_path, "--nproc-per-node=2", SLOW_S="20")
     wait_for(process, tmp_path, "step", 2)
     process.send_signal(signal.SIGTERM)
-    while not all((tmp_path / f"signals{rank}").read_bytes() for rank in (0, 1)):
-        assert process.poll() is None
-        time.sleep(0.01)
+    signals = [tmp_path / f"signals{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(path.read_bytes() for path in signals), process)
     time.sleep(SAME_SIGNAL_S)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
@@ -233,9 +227,7 @@ time.sleep(60)
 def test_a_script_without_a_training_is_ended_by_the_signal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2)
     process.send_signal(signal.SIGUSR1)
     done = finish(process)
     assert done.code == 128 + signal.SIGUSR1
@@ -265,9 +257,7 @@ def test_a_rank_that_does_not_end_well_after_a_signal_is_reported(
     (tmp_path / "late.py").write_text(LATE)
     words = ["run", "--nproc-per-node=2", "--shutdown-timeout=2", "late.py", code, other]
     process = start(words, tmp_path)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
     assert done.code == 128 + signal.SIGTERM
@@ -342,9 +332,7 @@ with paceline.join(device="cpu") as job:
 def test_a_signal_while_the_ranks_restart_requests_a_restart(tmp_path: Path, number: str) -> None:
     (tmp_path / "train.py").write_text(RESTARTS)
     process = start(["run", "--max-restarts=3", "train.py"], tmp_path)
-    deadline = time.monotonic() + DEADLINE_S
-    while not (tmp_path / "began1").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((tmp_path / "began1").exists)
     process.send_signal(signal.Signals[number])
     done = finish(process)
     assert done.code == 75, done

@@ -8,11 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launching import DEADLINE_S, finish, start
+from launching import DEADLINE_S, finish, start, wait_until
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -69,7 +68,7 @@ def test_the_port_resumes_when_a_rank_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_program("+", epochs=50))
     words = ["run", "--nproc-per-node=2", "--max-restarts=3", "train.py"]
     job = start(words, tmp_path)
-    _wait_until_saved(tmp_path / "runs/port/checkpoints", job)
+    wait_until(lambda: list((tmp_path / "runs/port/checkpoints").glob("step-*")), job)
     assert job.stderr is not None
     pids = job.stderr.readline().split("pids ")[1].split()
     os.kill(int(pids[1]), signal.SIGKILL)
@@ -78,11 +77,3 @@ def test_the_port_resumes_when_a_rank_is_killed(tmp_path: Path) -> None:
     assert "rank 1 failed: killed by SIGKILL" in done.err
     assert re.search(r"resumed after step \d+", done.err)
     assert len(_losses(tmp_path)) == 50 * STEPS_PER_EPOCH
-
-
-def _wait_until_saved(folder: Path, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not list(folder.glob("step-*")):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

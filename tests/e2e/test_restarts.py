@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from launching import finish, node_words, rows_of, run, start, wait_served
+from launching import finish, node_words, rows_of, run, start, wait_served, wait_until
 from scripts import training_script
 
 WAITS = """
@@ -55,9 +54,7 @@ def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
     # It prints this before it serves. Only a node that starts later is certainly not the host.
     wait_served(free_port)
     other = start(words, tmp_path)
-    while len(list(tmp_path.glob("began-*"))) < 2:
-        assert other.poll() is None, finish(other)
-        time.sleep(0.02)
+    wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 2, other)
     children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
     for pid in [host.pid, *map(int, children)]:
         os.kill(pid, signal.SIGKILL)
