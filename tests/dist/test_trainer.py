@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_gpt import GPT, make_tokens
-from small_trainings import backwards, loss_sum, make_data, refusals, weights_of
+from small_trainings import loss_sum, make_data, make_training, refusals, train, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -92,29 +92,6 @@ def _both(job: Any, folder: str) -> Any:
     return _by_loop(job), _by_trainer(job, folder)
 
 
-def _bucket_sizes(job: Any) -> list[int]:
-    """How many buckets a model had in each step, of 4 MiB of gradients."""
-    seen: list[int] = []
-
-    class Note(paceline.Callback):
-        def on_step_end(self, training: paceline.Training, step: paceline.Step) -> None:
-            model: Any = training.models[0]
-            seen.append(len(model.reducer._get_zeros_like_grad_buckets()))
-
-    data = TensorDataset(torch.ones(12, 512), torch.ones(12, 512))
-    trainer = paceline.Trainer(
-        lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]),
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
-        data,
-        global_batch=2 * job.world_size,
-        strategy=partial(paceline.ddp, bucket_mb=1.0),
-        callbacks=[Note()],
-    )
-    trainer.fit(1)
-    return seen
-
-
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_trainer_is_bit_equal_to_the_loop(nproc: int, tmp_path: Path) -> None:
     for by_loop, (weights, loss, events) in run_ranks(_both, str(tmp_path), nproc=nproc):
@@ -123,25 +100,6 @@ def test_the_trainer_is_bit_equal_to_the_loop(nproc: int, tmp_path: Path) -> Non
         assert events == ["start", *epochs, "end"]
     assert (tmp_path / "model.pth").exists()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 12
-
-
-def _tokens(job: Any) -> list[float]:
-    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-        kept = target != 0
-        losses = F.cross_entropy(output, target, reduction="none")
-        return (losses * kept).sum() / kept.sum(), int(kept.sum())  # 0/0 where all are masked
-
-    trainer = paceline.Trainer(
-        lambda: _net().double(),
-        loss,
-        _adam,
-        make_data(26, torch.float64),
-        global_batch=13,  # divides 26, so that no step is small enough to hold no token
-        micro_batch=1,
-        count="tokens",
-    )
-    torch.manual_seed(11)
-    return weights_of(trainer.fit(2).model)
 
 
 def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
@@ -170,44 +128,38 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
 
 def _with_batchnorm(job: Any, with_trainer: bool, batch_size: int) -> list[float]:
     """A model with BatchNorm, trained on a loader as it is: its losses, and its state."""
-    x, y = make_data(
-        25
-    ).tensors  # the last batch has one sample, for which BatchNorm has no variance
+    # The last batch has one sample, for which BatchNorm has no variance.
+    x, y = make_data(25).tensors
     loader = DataLoader(TensorDataset(x.double(), y), batch_size, shuffle=True, drop_last=True)
     torch.manual_seed(11)
     net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
-    losses: list[float] = []
     if with_trainer:
-
-        class Losses(paceline.Callback):
-            def on_step_end(self, training: paceline.Training, step: paceline.Step) -> None:
-                losses.append(float(step.loss))
-
         trainer = paceline.Trainer(
-            net, F.cross_entropy, _adam, loader, global_batch=12, callbacks=[Losses()]
+            net, F.cross_entropy, _adam, loader, global_batch=12, callbacks=[events := Losses()]
         )
         trainer.fit(2)
+        losses = events.seen
     else:
         model = paceline.ddp(job, paceline.sync_batchnorm(job, net))
-        batches = paceline.Batches(job, loader, global_batch=12)
-        training = paceline.Training(job, model, _adam(model.parameters()), batches)
-        for step in training.steps(epochs=2):
-            backwards(training, step)
-            step.update()
-            losses.append(float(step.loss))
+        training = make_training(job, model, loader, optimizer=_adam, global_batch=12)
+        losses = train(training, until=4).losses
     return [*losses, *(v.item() for t in net.state_dict().values() for v in t.double().flatten())]
 
 
-@pytest.mark.parametrize("with_trainer", [False, True])
-@pytest.mark.parametrize("batch_size", [4, 12, 24])
-def test_batchnorm_sees_the_whole_step_whatever_the_batch_of_the_loader(
-    batch_size: int, with_trainer: bool
-) -> None:
-    arguments = with_trainer, batch_size
-    (one,) = run_ranks(_with_batchnorm, *arguments, nproc=1)
+def _with_each_batchnorm(job: Any) -> list[list[float]]:
+    return [
+        _with_batchnorm(job, with_trainer, batch_size)
+        for with_trainer in (False, True)
+        for batch_size in (4, 12, 24)
+    ]
+
+
+def test_batchnorm_sees_the_whole_step_whatever_the_batch_of_the_loader() -> None:
+    (alone,) = run_ranks(_with_each_batchnorm, nproc=1)
     for nproc in (2, 3):
-        for other in run_ranks(_with_batchnorm, *arguments, nproc=nproc):
-            assert other == pytest.approx(one, rel=1e-9)
+        for each in run_ranks(_with_each_batchnorm, nproc=nproc):
+            for got, want in zip(each, alone, strict=True):
+                assert got == pytest.approx(want, rel=1e-9)
 
 
 class _ForTokens(nn.Module):
@@ -245,19 +197,6 @@ def _dicts(job: Any) -> list[float]:
     torch.manual_seed(11)
     result = trainer.fit(2)
     return [*weights_of(result.model), result.evaluation.loss]
-
-
-def _batchnorm(job: Any) -> list[float]:
-    torch.manual_seed(11)
-    trainer = paceline.Trainer(
-        lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double(),
-        F.cross_entropy,
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        make_data(26, torch.float64),
-        global_batch=8,
-    )
-    model = trainer.fit(2).model
-    return weights_of(model) + model[1].running_mean.tolist() + model[1].running_var.tolist()
 
 
 def _stop(job: Any) -> int:
@@ -303,24 +242,22 @@ def _fit(job: Any, kind: str) -> None:
     )
 
 
-def _each(job: Any) -> tuple[list[float], list[float], int, int]:
+def _each(job: Any) -> tuple[list[float], int]:
     errors = refusals(job, _fit, WRONG)
     assert {kind: name for kind, (name, _) in errors.items()} == dict.fromkeys(WRONG, "ConfigError")
     _assert_a_loader_and_a_mean_loss_give_the_same(job)
-    num_buckets = max(_bucket_sizes(job)) if job.world_size > 1 else 4
-    return _tokens(job), _batchnorm(job) + _dicts(job), _stop(job), num_buckets
+    return _dicts(job), _stop(job)
 
 
 @pytest.mark.ci
-def test_tokens_batchnorm_stops_and_wrong_arguments_on_any_number_of_ranks() -> None:
-    # 26 samples in steps of 8: the last step has 2, so with 3 and 4 ranks some have none.
-    tokens, norms, stop, _ = run_ranks(_each, nproc=1)[0]
+def test_batches_of_dicts_stops_and_wrong_arguments_on_any_number_of_ranks() -> None:
+    # 26 samples in steps of 8: the last step has 2, so with 4 ranks some have none.
+    dicts, stop = run_ranks(_each, nproc=1)[0]
     assert stop == 2
     for nproc in (2, 4):
         for got in run_ranks(_each, nproc=nproc):
-            assert got[0] == pytest.approx(tokens, rel=1e-9)
-            assert got[1] == pytest.approx(norms, rel=1e-9)
-            assert got[2:] == (2, 4)  # epochs; buckets of 1 MiB
+            assert got[0] == pytest.approx(dicts, rel=1e-9)
+            assert got[1] == 2
 
 
 def _with_strategies(job: Any, strategies: list[Any]) -> list[tuple[list[float], float]]:
@@ -358,15 +295,9 @@ class Losses(paceline.Callback):
 @pytest.mark.ci
 def test_a_strategy_changes_nothing_else() -> None:
     (want,) = run_ranks(_with_strategies, ["ddp"], nproc=1)[0]
-    meshes: list[tuple[int, Mesh | None]] = [
-        (2, None),
-        (2, Mesh(tp=2)),
-        (4, Mesh(tp=2, dp_shard=2)),
-    ]
-    meshes += [(3, Mesh(dp_replicate=3)), (2, Mesh(pp=2))]
-    for nproc, mesh in meshes:
-        strategies = ["ddp", "fsdp"] if mesh is None else [mesh]
-        for results in run_ranks(_with_strategies, strategies, nproc=nproc, mesh=mesh):
+    for mesh in (None, Mesh(tp=2)):
+        strategies = [partial(paceline.ddp, bucket_mb=1.0), "fsdp"] if mesh is None else [mesh]
+        for results in run_ranks(_with_strategies, strategies, nproc=2, mesh=mesh):
             for losses, evaluation in results:
                 assert losses == pytest.approx(want[0], rel=1e-9)
                 assert evaluation == pytest.approx(want[1], rel=1e-9)
