@@ -6,12 +6,12 @@ import ipaddress
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from hangs import PACELINE
 from launching import finish, run, start
 
 from paceline.launch.local_ranks import read_event
-from paceline.watch import processes
 
 WAITS = """
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -52,9 +52,8 @@ def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)].count("") == 0
-    found = _listening(
-        [process.pid, *processes.descendants(process.pid, processes.read_children())]
-    )
+    launcher = psutil.Process(process.pid)
+    found = _listening([each.pid for each in (launcher, *launcher.children(recursive=True))])
     (tmp_path / "looked").touch()
     assert finish(process).code == 0
     places = [ipaddress.ip_address(place) for each in found.values() for place in each]

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cli import explain
 from paceline.explain import reading
-from paceline.explain.facts import facts
+from paceline.explain.facts import port_owner
 from paceline.explain.reading import KINDS, Reading, causes, read, recognise
 from paceline.machine import format_bytes, owner_of_port
 
@@ -168,8 +168,8 @@ def test_lines_of_an_earlier_entry_are_read_once() -> None:
 
 
 def test_a_time_and_a_line_of_a_file_are_no_ports() -> None:
-    assert facts("port_owner", "[22:22:33] socket.cpp:1759: Address already in use") == ""
-    told = facts("port_owner", "[22:22:33] Address already in use: port 1")
+    assert port_owner("[22:22:33] socket.cpp:1759: Address already in use") == ""
+    told = port_owner("[22:22:33] Address already in use: port 1")
     assert told == "On this host, no process listens on port 1 now."
 
 

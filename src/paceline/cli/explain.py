@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.command_line import CommandParser, nearest_file
 from paceline.errors import ConfigError, PacelineError, render
 from paceline.exit_codes import ExitCode
-from paceline.explain.facts import facts
+from paceline.explain.facts import port_owner
 from paceline.explain.reading import Found, Reading, causes, read
 
 HELP = "explain known messages in a log: meaning, cause and fix"
@@ -88,7 +88,7 @@ def _as_text(name: str, reading: Reading) -> str:
 
 def _full(name: str, hit: Found) -> str:
     cause = hit.cause
-    now = facts(cause.facts, hit.text)
+    now = port_owner(hit.text) if cause.port else ""
     return str(
         PacelineError(
             f"{_PREFIX[cause.kind]}{cause.what} ({cause.name})",

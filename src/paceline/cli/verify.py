@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.command_line import CommandParser, positive, positive_count
 from paceline.errors import ConfigError, PacelineError
 from paceline.exit_codes import ExitCode
-from paceline.launch.prescan import ScriptError, check_script
+from paceline.launch.prescan import check_script
 
 HELP = "check that a script trains the same on 1 and on several processes"
 
@@ -28,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         counts = _counts(given.nproc)
         _check(given)
-        check_script(given.script, module=given.module)
-    except (ConfigError, ScriptError) as error:
+        if not given.module:
+            check_script(given.script)
+    except ConfigError as error:
         print(f"paceline verify: {error}", file=sys.stderr)
         return ExitCode.USAGE
     # Imported here, because these modules import torch, and --help must not wait for it.

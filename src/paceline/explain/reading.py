@@ -47,7 +47,7 @@ class Cause:
     why: str
     fix: str
     kind: str = "cause"
-    facts: str | None = None
+    port: bool = False
 
     @cached_property
     def _patterns(self) -> list[tuple[bytes, re.Pattern[bytes]]]:

@@ -1,4 +1,4 @@
-"""The launcher: `paceline run`, a front to `torch.distributed.run` (torchrun).
+"""The launcher: `paceline run`, with the options of `torch.distributed.run` (torchrun).
 
 - options.py: the command line; prescan.py: whether there is a script.
 - supervisor.py: one run, from its options to its exit code; rendezvous.py, and for several nodes nodes.py,
@@ -20,7 +20,7 @@ from paceline.exit_codes import ExitCode
 from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.options import read_options
 from paceline.launch.output import Consoles
-from paceline.launch.prescan import ScriptError, check_script
+from paceline.launch.prescan import check_script
 from paceline.launch.supervisor import launch
 
 __all__ = ["run"]
@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     local_ranks: LocalRanks | None = None
     try:
         options = read_options(argv)
-        if options.is_python:
-            check_script(options.script, module=options.module)
+        if options.is_python and not options.module:
+            check_script(options.script)
         local_ranks = LocalRanks(Consoles.of_this_process())
         return launch(options, local_ranks)
     except ConfigError as error:
@@ -47,9 +47,6 @@ def run(argv: Sequence[str]) -> int:
         return ExitCode.USAGE
     except LaunchFailed as error:
         print(f"paceline: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    except ScriptError as error:
-        print(error, end="", file=sys.stderr)
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED  # the scripts had not begun yet

@@ -35,6 +35,7 @@ from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import PROBE_NAME, UNSOLICITED_ID, Probe
+from paceline.watch.processes import read_state
 from paceline.watch.stacks import place_of_crash
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -253,11 +254,7 @@ class Rank:
 
     def check_suspended(self, now: float) -> bool:
         """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
-        import psutil
-
-        suspended = False
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            suspended = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        suspended = read_state(self.pid) == "T"
         self.suspended_at = (self.suspended_at or now) if suspended else None
         return suspended
 

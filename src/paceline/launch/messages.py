@@ -1,7 +1,7 @@
 """The text of messages about failures, made from what `watch.crash` found.
 
 They have the form of `errors.py`: what, where, why, fix. The causes of known errors come from the table of
-`paceline explain`, with facts of this host.
+`paceline explain`, with the owner of a port.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import LaunchFailed, name_ranks
 from paceline.exit_codes import ExitCode
-from paceline.explain.facts import facts
+from paceline.explain.facts import port_owner
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
 from paceline.watch.crash import FirstFailure, RankOutcome
@@ -157,7 +157,8 @@ def _why(first: FirstFailure, info: JobInfo, known: Found | None) -> str:
     if known is not None:
         error = outcome.error
         said = f"{known.text.rstrip('.')}: " if error and known.text in error.causes else ""
-        return f"{said}{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
+        now = port_owner(known.text) if known.cause.port else ""
+        return f"{said}{known.cause.why} {now}".rstrip()
     if not first.certain and info.silent_nodes:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "

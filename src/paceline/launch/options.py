@@ -295,7 +295,7 @@ def parser() -> CommandParser:
         exit_codes={
             ExitCode.OK: "all ranks ended well",
             ExitCode.FAILED: "a rank raised an exception, ended before the others, or blocked them with "
-            "--on-hang end; or the script is not valid Python",
+            "--on-hang end",
             ExitCode.USAGE: "the command line is wrong",
             ExitCode.UNAVAILABLE: "the rendezvous was lost: start the job again",
             ExitCode.RANKS_DIFFER: "ranks disagree, or replicas drifted apart",

@@ -9,12 +9,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from paceline.machine import read_text, stat_fields
+from paceline.machine import process_status, read_text, stat_fields
 from paceline.watch.probe import PROBE_NAME
 from paceline.watch.rank_state import (
     FORKED_BESIDE,
@@ -30,36 +29,13 @@ _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
 _PROBE_FILE = f"/memfd:{PROBE_NAME}"
 
 
-_STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}
-_STATES |= {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DEAD: "Z"}
-
-
 def read_state(pid: int) -> str:
     """The state of a process as in /proc; empty if it does not exist.
 
     R runs, S sleeps, D waits for a device, T is stopped, t is held by a debugger, Z is dead.
     """
-    try:
-        return _STATES.get(psutil.Process(pid).status(), "S")
-    except psutil.Error:
-        return ""
-
-
-def read_children() -> dict[int, list[int]]:
-    """The children of each process, by pid. This reads all processes of the host."""
-    children: dict[int, list[int]] = {}
-    for pid in psutil.pids():
-        if fields := stat_fields(f"/proc/{pid}"):
-            children.setdefault(int(fields[1]), []).append(pid)
-    return children
-
-
-def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """The children of a process, and theirs; `children` as from `read_children`."""
-    found = [pid]
-    for each in found:
-        found += (child for child in children.get(each, ()) if child not in found)
-    return found[1:]
+    status = process_status(pid)
+    return status[0] if status is not None else ""
 
 
 def is_ending(pid: int) -> bool:
@@ -88,7 +64,7 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     """A few words for each child of a rank that may be a loader worker; those in the script first."""
     words = []
     own = _probe_files(pid)
-    for child in read_children().get(pid, ()):
+    for child in _children(pid):
         state = read_state(child)
         files = _probe_files(child)
         text = "".join(text for inode, text in files.items() if inode not in own)
@@ -117,6 +93,13 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
             does += f", waits for a lock, and was {FORKED_BESIDE} {names}"
         words.append((not where.script, f"pid {child} {does}"))
     return tuple(text for _, text in sorted(words))
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
 
 
 def _name(pid: int) -> str:
