@@ -84,7 +84,7 @@ def _stop_early(job: Any, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 3])
 def test_early_stopping_ends_at_the_same_step_and_resumes(nproc: int, tmp_path: Path) -> None:
     results = run_ranks(_stop_early, str(tmp_path), nproc=nproc)
     assert all(result == results[0] for result in results)
@@ -259,7 +259,7 @@ def _frozen_and_plateau(job: Any, folder: str) -> Any:
     return _freeze(job), _fit_with_plateau(job, folder), refused
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 3])
 def test_layers_are_frozen_between_epochs_and_plateaus_get_the_evaluation(
     nproc: int, tmp_path: Path
 ) -> None:
@@ -289,9 +289,8 @@ def _resume(job: Any, folder: str) -> int:
     return _trainer().fit(3, folder=folder).steps
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_callback_that_raises_is_named_on_all_ranks(nproc: int, tmp_path: Path) -> None:
-    outcomes = run_failing_ranks(_raise, str(tmp_path), nproc=nproc)
+def test_a_callback_that_raises_is_named_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = run_failing_ranks(_raise, str(tmp_path), nproc=3)
     assert isinstance(outcomes[1].error, KeyError)
     assert "Broken" in outcomes[1].text or "on_step_end" in outcomes[1].text
     for rank, outcome in enumerate(outcomes):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_trainings import refusals
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 import paceline
-from paceline.errors import CheckpointError, RankDisagreement
-from paceline.testing import run_failing_ranks, run_ranks
+from paceline.testing import run_ranks
 
 
 class _Items(Dataset[torch.Tensor]):
@@ -65,23 +65,26 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def _changed(job: Any, folder: str, name: str) -> list[int]:
-    options = CHANGED[name]()
-    return _train(job, folder, options.pop("items"), None, **options)
-
-
 def _first(job: Any, folder: str, until: int | None) -> list[int]:
     return _train(job, folder, _Items(100), until)
 
 
+def _change_data(job: Any, folder: str) -> dict[str, Any]:
+    def resume(job: Any, name: str) -> None:
+        options = CHANGED[name]()
+        _train(job, folder, options.pop("items"), None, **options)
+
+    return refusals(job, resume, CHANGED)
+
+
 @pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_a_position_in_other_data_is_refused(tmp_path: Path, nproc: int) -> None:
-    folder = str(tmp_path)
-    run_ranks(_first, folder, 5, nproc=nproc)
-    for name in CHANGED:
-        for outcome in run_failing_ranks(_changed, folder, name, nproc=nproc):
-            assert isinstance(outcome.error, CheckpointError), (name, outcome.text)
-            assert "inside epoch 0" in outcome.error.what
+    run_ranks(_first, str(tmp_path), 5, nproc=nproc)
+    for found in run_ranks(_change_data, str(tmp_path), nproc=nproc):
+        assert list(found) == list(CHANGED)
+        for error, text in found.values():
+            assert error == "CheckpointError"
+            assert "inside epoch 0" in text
 
 
 def _messages() -> list[str]:
@@ -99,15 +102,14 @@ def _settings(job: Any, folder: str) -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_other_settings_and_other_samples_are_reported(tmp_path: Path, nproc: int) -> None:
-    run_ranks(_first, str(tmp_path), 5, nproc=nproc)
-    text = run_ranks(_settings, str(tmp_path), nproc=nproc)[0]
+def test_other_settings_and_other_samples_are_reported(tmp_path: Path) -> None:
+    run_ranks(_first, str(tmp_path), 5, nproc=2)
+    text = run_ranks(_settings, str(tmp_path), nproc=2)[0]
     assert "global_batch is 20, in the checkpoint 10; precision is bf16" in text
     assert "resumes with other samples" in text
 
 
-def _scheduled(job: Any, folder: str, how: str) -> str:
+def _scheduled(job: Any, folder: Path, how: str) -> str:
     model = paceline.ddp(job, nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -137,7 +139,8 @@ def _scheduled(job: Any, folder: str, how: str) -> str:
 @pytest.mark.parametrize("how", ["given", "kept", "forgotten"])
 def test_a_scheduler_that_is_not_restored_is_reported(tmp_path: Path, how: str) -> None:
     for is_resumed in (False, True):
-        text = run_ranks(_scheduled, str(tmp_path), how, nproc=1)[0]
+        with paceline.join() as job:
+            text = _scheduled(job, tmp_path, how)
         assert ("scheduler was not restored" in text) is (is_resumed and how == "forgotten")
         assert how != "forgotten" or "goes on with the settings" not in text
 
@@ -163,24 +166,31 @@ def test_a_dataset_that_cannot_be_read_in_a_forked_process_is_trained_on(tmp_pat
     assert sum(run_ranks(_threaded, str(tmp_path), nproc=2)) == 20
 
 
-def _own(job: Any, folder: str, kind: str, workers: int) -> list[int]:
-    items = {
-        "same": _Items(100),
-        "other on the last rank": _Items(100, 1.0 + (job.rank == job.world_size - 1)),
-        "random": _Items(100, is_random=True),
+def _read_by_ranks(job: Any, folder: str, workers: int) -> tuple[dict[str, Any], int]:
+    """The refusals of datasets, and how many samples of a dataset without a difference this rank has read."""
+    same = _Items(100)
+    last = job.rank == job.world_size - 1
+    datasets: dict[str, Any] = {
+        "other on the last rank": _Items(100, 1.0 + last),
         "tensors": TensorDataset(torch.arange(100.0)[:, None] + (job.rank > 0)),
-    }[kind]
-    _train(job, folder, items, 2, workers=workers, sample_randomness=kind != "random")
-    return getattr(items, "read", [])
+        "random": _Items(100, is_random=True),
+        "same": same,
+    }
+
+    def start(job: Any, kind: str) -> None:
+        options = {"workers": workers, "sample_randomness": kind != "random"}
+        _train(job, f"{folder}/{kind}", datasets[kind], 2, **options)
+
+    return refusals(job, start, datasets), len(same.read)
 
 
-@pytest.mark.parametrize(("nproc", "workers"), [(2, 0), (2, 2), (3, 0), (4, 0)])
+@pytest.mark.parametrize(("nproc", "workers"), [(2, 0), (2, 2), (3, 0)])
 def test_ranks_with_other_samples_are_refused(tmp_path: Path, nproc: int, workers: int) -> None:
-    for kind in ("other on the last rank", "tensors"):
-        for outcome in run_failing_ranks(_own, str(tmp_path / kind), kind, workers, nproc=nproc):
-            assert isinstance(outcome.error, RankDisagreement), (kind, outcome.text)
-            assert "other samples than rank 0" in outcome.error.what
-    run_ranks(_own, str(tmp_path / "random"), "random", workers, nproc=nproc)
-    read = run_ranks(_own, str(tmp_path / "same"), "same", workers, nproc=nproc)
+    ranks = run_ranks(_read_by_ranks, str(tmp_path), workers, nproc=nproc)
+    for found, _ in ranks:
+        assert list(found) == ["other on the last rank", "tensors"]
+        for error, text in found.values():
+            assert error == "RankDisagreement"
+            assert "other samples than rank 0" in text
     # The check reads in another process: the dataset may open files at its first sample.
-    assert sum(map(len, read)) == (20 if workers == 0 else 0)
+    assert sum(read for _, read in ranks) == (20 if workers == 0 else 0)
