@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.job.rpc import rpc as rpc
     from paceline.launch.spawning import spawn as spawn
     from paceline.metrics.csv_table import CSV as CSV
-    from paceline.metrics.json_lines import JSONLines as JSONLines
     from paceline.metrics.logger import Logger as Logger
     from paceline.metrics.mlflow import MLflow as MLflow
     from paceline.metrics.prometheus import Prometheus as Prometheus
@@ -83,7 +82,6 @@ _HOMES = {
     "gather": "paceline.job.collectives",
     "Job": "paceline.job.job",
     "join": "paceline.job.job",
-    "JSONLines": "paceline.metrics.json_lines",
     "LaunchFailed": "paceline.errors",
     "LearningRateMonitor": "paceline.training.callbacks",
     "load_weights": "paceline.training.state",

@@ -27,6 +27,7 @@ from wandb_files import read_wandb
 import paceline
 from paceline.clock.record import read_record
 from paceline.errors import ConfigError, RankDisagreement
+from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.report import Report
 from paceline.metrics.usage import gpu_busy
@@ -53,7 +54,6 @@ def _log(job: Any, folder: str) -> list[float]:
     training = _training(job)
     loggers: list[Any] = [
         paceline.CSV(f"{folder}/csv/table.csv"),
-        paceline.JSONLines(f"{folder}/json/lines.jsonl"),
         paceline.WandB(mode="offline", project="test", dir=folder, settings={"silent": True}),
         paceline.MLflow(
             "trial", tracking_uri=f"file:{folder}/mlruns", run_name="one", parameters={"lr": 0.1}
@@ -75,8 +75,8 @@ def _log(job: Any, folder: str) -> list[float]:
 def _read_all(folder: Path) -> dict[str, list[dict[str, float]]]:
     """The values of each step, as every logger wrote them to its own files."""
     found: dict[str, list[dict[str, float]]] = {}
-    for name in ("metrics.jsonl", "json/lines.jsonl"):
-        found[name] = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found["metrics.jsonl"] = [json.loads(line) for line in lines]
     with (folder / "csv/table.csv").open() as file:
         rows = list(csv.DictReader(file))
     found["csv"] = [{k: float(v) for k, v in row.items() if v} for row in rows]
@@ -290,7 +290,7 @@ def test_files_stay_where_they_are_if_the_program_changes_its_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    for name, make in (("a.csv", paceline.CSV), ("a.jsonl", paceline.JSONLines)):
+    for name, make in (("a.csv", paceline.CSV), ("a.jsonl", JSONLines)):
         logger = make(name)
         monkeypatch.chdir(tmp_path / "elsewhere")
         logger.log(1, {"value": 1})
@@ -431,7 +431,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_training(
 
 
 def test_lines_that_cannot_be_written_leave_nothing_in_the_file(tmp_path: Path) -> None:
-    lines = paceline.JSONLines(tmp_path / "lines.jsonl")
+    lines = JSONLines(tmp_path / "lines.jsonl")
     lines.log(1, {"value": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -475,15 +475,15 @@ def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
     path.write_bytes(
         b'{"step": 1, "time_s": 2.5}\n\0\0\0\0\n[1]\n{"step": 2}\n{"step": 9, "time_s": 3}\n{"step": 3'
     )
-    assert paceline.JSONLines(path).rewind(1) == 2.5
+    assert JSONLines(path).rewind(1) == 2.5
     assert path.read_bytes() == b'{"step": 1, "time_s": 2.5}\n'
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    assert paceline.JSONLines(path).rewind(5) == 0
+    assert JSONLines(path).rewind(5) == 0
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
 def test_a_further_loop_reads_the_file_only_to_go_back(tmp_path: Path) -> None:
-    lines = paceline.JSONLines(tmp_path / "lines.jsonl")
+    lines = JSONLines(tmp_path / "lines.jsonl")
     lines.rewind(0)
     file = lines.path.stat().st_ino  # removing lines makes a new file
     for step in (1, 2, 3):

@@ -22,13 +22,15 @@ class Precision:
 
     Attributes:
         name: The format in use.
-        scaler: Scales the loss in fp16; it is disabled in the other formats.
+        scales: Whether the loss is scaled, as in fp16.
+        scaler: Scales the loss; it is disabled in the other formats.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._autocast = autocast_of(name, device)
         self.name = name
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scales = name == "fp16"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.scales)
         # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
         self.scaler.scale(torch.zeros((), device=device))
         self._inside = False
@@ -44,11 +46,21 @@ class Precision:
             self._inside = False
             self._autocast.__exit__(None, None, None)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        return self.scaler.scale(loss) if self.scales else loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the loss scale."""
+        if self.scales:
+            self.scaler.unscale_(optimizer)
+
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step an optimizer whose gradients are unscaled; False if they are not finite, so it is left out."""
-        found = None
-        if self.scaler.is_enabled():
-            found = torch_private.find("torch.amp.GradScaler._found_inf_per_device")
+        if not self.scales:
+            optimizer.step()
+            return True
+        found = torch_private.find("torch.amp.GradScaler._found_inf_per_device")
         # Read before the step, because reading waits for the device.
         is_finite = found is None or not any(found(self.scaler, optimizer).values())
         self.scaler.step(optimizer)
@@ -56,7 +68,8 @@ class Precision:
 
     def end_step(self) -> None:
         """Adapt the loss scale after all optimizers."""
-        self.scaler.update()
+        if self.scales:
+            self.scaler.update()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a loss scale. The state of a training in another format is ignored."""

@@ -87,7 +87,7 @@ class StepContext:
         """Initial gradient of backward, so that it is that of `count * loss / divisor`; shape ()."""
         # With a loss scale gradients are multiplied by the strategy's divisor after the last backward
         # instead. Here it would make fp16 gradients larger by the number of ranks, so that they overflow.
-        undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
+        undo = 1 if self.precision.scales else self.strategy.divisor
         on_host = 1 if isinstance(count, torch.Tensor) else count
         key = (undo * on_host / divisor, loss.dtype)
         if self._start is None or key != self._start_for:
@@ -307,7 +307,7 @@ class Step:
             record.backwards += 1
         if type(loss) is not torch.Tensor:
             loss = whole(loss)  # a DTensor, if a layer returns one
-        scaled = context.precision.scaler.scale(loss)
+        scaled = context.precision.scale(loss)
         if micro.is_padding:
             start = torch.zeros_like(scaled)
         else:
@@ -423,7 +423,7 @@ class Step:
         check_clip_norm(clip_norm)
         clock.enter(OPTIMIZER)
         for record in records:
-            context.precision.scaler.unscale_(record.trained.optimizer)
+            context.precision.unscale(record.trained.optimizer)
         is_finite = self._clip(records, clip_norm)
         self.is_updating = True
         for record in records:
@@ -465,7 +465,7 @@ class Step:
             factor = weight.token_factor(
                 record.total, context.token_divisor, self._where, self.number
             )
-        if context.precision.scaler.is_enabled() and context.strategy.divisor != 1:
+        if context.precision.scales and context.strategy.divisor != 1:
             undo = torch.full((), float(context.strategy.divisor), device=context.job.device)
             factor = undo if factor is None else factor * undo
         return factor
@@ -474,7 +474,7 @@ class Step:
         """Clip. False, on all ranks, if the update must be left out because of NaN or infinity."""
         self.grad_norm = None
         context, strategy = self._context, self._context.strategy
-        skips = context.skips_non_finite and not context.precision.scaler.is_enabled()
+        skips = context.skips_non_finite and not context.precision.scales
         if clip_norm is None and not skips:
             return True
         parameters = [p for record in records for p in record.trained.parameters]
@@ -506,7 +506,7 @@ class Step:
     def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,
         # which is NaN. With a loss scale the scaler skips such a step.
-        if self._context.precision.scaler.is_enabled() or norm.device.type != "cpu":
+        if self._context.precision.scales or norm.device.type != "cpu":
             return
         if math.isfinite(norm.item()):
             return
