@@ -1,15 +1,10 @@
-"""Checkpoints on an S3 server: commit, kills, throttling, other numbers of ranks, credentials, commands.
-
-Needs s3fs, moto, flask, flask-cors and boto3, installed without `constraints.txt`; skipped otherwise.
-"""
+"""Checkpoints on an S3 server: resume, throttling, other numbers of ranks, credentials, commands."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
+from small_trainings import backwards, small_net, small_training
 
 import paceline
 from paceline.checkpoint.manifest import NAME
-from paceline.checkpoint.store import RemoteStore, committed, open_store, read_manifest, verify
+from paceline.checkpoint.owner import RECORD
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.cli.main import main
-from paceline.errors import LaunchFailed, SaveFailed
+from paceline.errors import SaveFailed
 from paceline.testing import run_failing_ranks, run_ranks
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'paceline[s3]'")
-pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
+pytest.importorskip("s3fs", reason="s3fs is not installed: pip install -e '.[dev]'")
+pytest.importorskip("moto", reason="moto is not installed: pip install -e '.[dev]'")
+pytest.importorskip("flask_cors", reason="flask-cors is not installed: pip install -e '.[dev]'")
 
 import fsspec.asyn
 from s3_server import SECRET, Server
@@ -39,7 +34,7 @@ _RESOLVER = ThreadPoolExecutor(1)
 _RESOLVER.submit(int).result()
 fsspec.asyn.get_loop().call_soon_threadsafe(fsspec.asyn.get_loop().set_default_executor, _RESOLVER)
 URL = "s3://bucket/run"
-_SLOW = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture
@@ -60,33 +55,23 @@ def _forget() -> None:
 
 
 def _train(
-    job: Any, folder: str, until: int, every_steps: int = 2, keep: int = 3, before: Any = None
+    job: Any, folder: str, until: int, before: Any = lambda checkpoints: None
 ) -> list[list[float]]:
-    """The weights after the last step."""
-    torch.manual_seed(1)
-    model = paceline.ddp(job, nn.Sequential(nn.Linear(5, 37), nn.Linear(37, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = TensorDataset(
-        torch.randn(48, 5, generator=torch.Generator().manual_seed(3)), torch.ones(48, 1)
-    )
-    batches = paceline.Batches(job, data, global_batch=8)
-    checkpoints = paceline.Checkpoints(folder, every_steps=every_steps, keep=keep)
-    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    """The numbers of the steps, and the weights after the last one."""
+    training = small_training(job, folder=folder)
     numbers = []
     for step in training.steps(until=until):
         numbers.append(step.number)
-        if before is not None:
-            before(step, checkpoints)
-        for x, y in step:
-            step.backward(F.mse_loss(model(x), y, reduction="sum"), count=len(y), reduction="sum")
+        before(training.checkpoints)
+        backwards(training, step)
         step.update()
-    return [numbers, *(p.detach().reshape(-1).tolist() for p in model.parameters())]
+    return [numbers, *(p.detach().reshape(-1).tolist() for p in training.models[0].parameters())]
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=_SLOW), 2, pytest.param(3, marks=_SLOW)])
 def test_a_training_on_s3_resumes_like_one_on_disk(
-    nproc: int, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    nproc = 2
     whole = run_ranks(_train, str(tmp_path), 8, nproc=nproc)
     run_ranks(_train, URL, 5, nproc=nproc)
     resumed = run_ranks(_train, URL, 8, nproc=nproc)
@@ -98,21 +83,22 @@ def test_a_training_on_s3_resumes_like_one_on_disk(
     parts = {read_manifest(store, step).parts for step in (5, 6, 8)}
     files = [f"run/{folder}/rank-{rank}.bin" for folder in parts for rank in range(nproc)]
     manifests = [f"run/step-{step}/{NAME}" for step in (5, 6, 8)]
-    assert sorted(server.all_keys()) == sorted(files + manifests)  # retention has removed the rest
     found = server.all_keys()
+    assert sorted(found) == sorted(
+        [*files, *manifests, f"run/{RECORD}"]
+    )  # retention removed the rest
     bodies = [store.read(key.removeprefix("run/"), 0, 10**6) for key in found]
-    assert len(bodies) == 3 * nproc + 3
     assert SECRET.encode() not in b"".join(bodies)
-    model = nn.Sequential(nn.Linear(5, 37), nn.Linear(37, 1))
+    model = small_net()
     paceline.load_weights(model, f"{URL}/step-8")
     assert [p.detach().reshape(-1).tolist() for p in model.parameters()] == whole[0][1:]
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     store.write("weights.pth", [(tmp_path / "weights.pth").read_bytes()])
-    paceline.load_weights(nn.Sequential(nn.Linear(5, 37), nn.Linear(37, 1)), f"{URL}/weights.pth")
+    paceline.load_weights(small_net(), f"{URL}/weights.pth")
 
     assert [main(["ckpt", action, URL]) for action in ("ls", "show", "check")] == [0, 0, 0]
     assert "step 8: whole" in capsys.readouterr().out
-    other = nproc % 3 + 1
+    other = 3
     assert [found[0] for found in run_ranks(_train, URL, 10, nproc=other)] == [[9, 10]] * other
 
     assert main(["ckpt", "export", URL, str(tmp_path / "m.pth")]) == 0
@@ -122,69 +108,6 @@ def test_a_training_on_s3_resumes_like_one_on_disk(
     assert main(["ckpt", "ls", "s3://nobucket/run"]) == 65
     assert main(["ckpt", "ls", f"s3://AKIAIOSFODNN7EXAMPLE:{SECRET}@bucket/run"]) == 65
     assert SECRET not in "".join(capsys.readouterr())
-
-
-_POINTS = ["opened", "uploading", "uploaded", "manifest", "committed"]
-
-
-def _killed(job: Any, point: str) -> None:
-    """The last rank, or the one that commits, is killed during the save of step 4."""
-    victim = 0 if point in ("manifest", "committed") else job.world_size - 1
-    real, seen = RemoteStore._call, []
-
-    def call(self: RemoteStore, operation: str, path: str) -> Any:
-        if "/step-4-" in path and operation == "write":
-            seen.append("part")
-        elif path == f"step-4/{NAME}" and operation == "write":
-            seen.append("manifest")
-        last = seen[-1:] == ["manifest"]
-        reached = {
-            "opened": len(seen) == 1,
-            "uploading": len(seen) == 3,
-            "uploaded": (len(seen) > 0 and operation != "write") or last,
-            "manifest": last,
-            "committed": last and operation != "write",
-        }
-        if reached[point]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, operation, path)
-
-    if job.rank == victim:
-        RemoteStore._call = call  # type: ignore[method-assign]
-    try:
-        _train(job, URL, 10)
-    finally:
-        RemoteStore._call = real  # type: ignore[method-assign]
-
-
-def _kill_cases() -> list[Any]:
-    fast = {(1, "manifest"), (2, "uploading")}
-    cases = [(nproc, point) for nproc in (1, 2, 3) for point in _POINTS]
-    # Only rank 0 has something to do on the storage after its own file is written.
-    return [
-        pytest.param(*case, marks=[] if case in fast else _SLOW)
-        for case in cases
-        if case[0] == 1 or case[1] != "uploaded"
-    ]
-
-
-@pytest.mark.parametrize(("nproc", "point"), _kill_cases())
-def test_a_rank_that_is_killed_in_a_save_leaves_whole_checkpoints(
-    nproc: int, point: str, server: Server, tmp_path: Path
-) -> None:
-    with pytest.raises(LaunchFailed):
-        run_ranks(_killed, point, nproc=nproc)
-    store = open_store(URL)
-    expected = [2, 4] if point == "committed" else [2]
-    assert committed(store) == expected
-    for step in expected:
-        assert verify(store, read_manifest(store, step)) > 0
-    whole = run_ranks(_train, str(tmp_path), 10, nproc=nproc)
-    resumed = run_ranks(_train, URL, 10, nproc=nproc)
-    assert resumed[0][0] == list(range(expected[-1] + 1, 11))
-    assert [rank[1:] for rank in resumed] == [rank[1:] for rank in whole]
-    parts = {read_manifest(store, step).parts for step in committed(store)}
-    assert {f"parts/{name}" for name in store.names("parts")} == parts
 
 
 def test_requests_that_are_throttled_for_a_while_are_repeated(server: Server) -> None:
@@ -202,10 +125,8 @@ def test_requests_that_are_throttled_for_a_while_are_repeated(server: Server) ->
 
 
 def _refused_once(job: Any, until: int) -> list[list[float]]:
-    def before(step: Any, checkpoints: Any) -> None:
-        checkpoints.finish(job)  # so that each save has its own outcome
-
-    return _train(job, URL, until, before=before)
+    # Each save has its own outcome.
+    return _train(job, URL, until, before=lambda checkpoints: checkpoints.finish(job))
 
 
 def test_training_goes_on_if_one_rank_cannot_upload(
@@ -247,30 +168,6 @@ def test_wrong_buckets_and_credentials_are_errors_on_all_ranks_at_the_start(
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert "Unable to locate credentials" in str(outcome.error)
         assert "AWS_ACCESS_KEY_ID" in outcome.error.fix
-
-
-def _overlapping(job: Any) -> list[list[float]]:
-    def before(step: Any, checkpoints: Any) -> None:
-        if step.number == 5 and job.rank == 0:
-            checkpoints._store.write("released", [b""])
-
-    return _train(job, URL, 5, every_steps=3, before=before)
-
-
-def test_steps_go_on_while_a_checkpoint_is_uploaded(server: Server) -> None:
-    released, waited = threading.Event(), []
-
-    def fails(method: str, path: str) -> bool:
-        if path.endswith("released"):
-            released.set()
-        elif method == "PUT" and "/step-3-" in path:
-            waited.append(released.wait(10))
-        return False
-
-    server.fails = fails
-    run_ranks(_overlapping, nproc=2)
-    assert waited == [True, True]
-    assert committed(open_store(URL)) == [3, 5]
 
 
 _SCRIPT = """
