@@ -126,7 +126,7 @@ REFUSED = [
             "--nnodes=a": "--nnodes must be a number or MIN:MAX",
             "--nnodes=2 --node-rank=-1": "--node-rank is -1, and there are 2 nodes",
             "--node-rank=1": "--node-rank is 1, and there is 1 node",
-            "--nnodes=2 --rdzv-endpoint=a:b": "--rdzv-endpoint is not an address: 'a:b'",
+            "--nnodes=2 --rdzv-endpoint=a:b": "--rdzv-endpoint is 'a:b', which is not a",
             "--standalone --nnodes=2": "--standalone is for one node",
             "--max-restarts=-1": "--max-restarts must be 0 or more",
             "--start-method=fork": "--start-method cannot be used here",

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     local_ranks: LocalRanks | None = None
     try:
         options = read_options(argv)
-        if options.is_python and not options.module:
+        if options.is_python and not options.args.module:
             check_script(options.script)
         local_ranks = LocalRanks(Consoles.of_this_process())
         return launch(options, local_ranks)

@@ -108,7 +108,7 @@ class NodeFacts:
 def facts_of_this_node(options: LaunchOptions, address: str) -> NodeFacts:
     """The facts of this node."""
     script, digest = options.script, ""
-    if options.is_python and not options.module:
+    if options.is_python and not options.args.module:
         # Reading a pipe would leave nothing for the rank, and a folder has no bytes.
         if Path(script).is_file():
             digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
@@ -119,7 +119,7 @@ def facts_of_this_node(options: LaunchOptions, address: str) -> NodeFacts:
         number=options.node_rank,
         nodes=options.nnodes,
         ranks=options.nproc,
-        role=options.role,
+        role=options.args.role,
         script=script,
         digest=digest,
     )
@@ -265,7 +265,7 @@ class NodeRendezvous(Rendezvous):
         self._looks = 0  # that `change` has seen
         self._silent_s, self._changed_at = 0.0, time.monotonic()
         route = route_to(options.endpoint.host)
-        address = address_from_here(options.local_addr) if options.local_addr else ""
+        address = address_from_here(options.args.local_addr) if options.args.local_addr else ""
         address = address or (route.address if route is not None else socket.gethostname())
         self._facts = facts_of_this_node(options, address)
         self._name = f"{self._facts.host}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -211,24 +211,9 @@ class LaunchOptions:
         return str(self.args.training_script)
 
     @property
-    def module(self) -> bool:
-        """Whether `script` is the name of a module."""
-        return bool(self.args.module)
-
-    @property
     def is_python(self) -> bool:
         """Whether the ranks run a Python script."""
         return not self.args.no_python
-
-    @property
-    def role(self) -> str:
-        """The value of ROLE_NAME."""
-        return str(self.args.role)
-
-    @property
-    def local_addr(self) -> str | None:
-        """At which other nodes reach this one; None if it is found by the route to the endpoint."""
-        return self.args.local_addr  # type: ignore[no-any-return]
 
     @property
     def uses_logs(self) -> bool:
@@ -242,7 +227,7 @@ class LaunchOptions:
         if not self.is_python:
             return tuple(words)
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
-        return (python, "-u", str(WORKER), *(["-m"] if self.module else []), *words)
+        return (python, "-u", str(WORKER), *(["-m"] if self.args.module else []), *words)
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
@@ -529,38 +514,41 @@ def _own_address(args: Namespace, nodes: int, notes: list[str]) -> tuple[str, in
             notes.append("--standalone: the rendezvous options and --master-port are not used")
         return args.local_addr or _LOOPBACK, 0
     _check_node_rank(args.node_rank, nodes)
-    _check_host(args)
-    if args.host is not None:
-        host, port = _host_and_port(args.host)
-        return host.strip("[]"), port or _C10D_PORT
-    if args.rdzv_endpoint.strip():
-        host, port = _parse_endpoint(args.rdzv_endpoint.strip())
-        return _LOOPBACK if host == "localhost" else host, port
-    if args.rdzv_backend == "static":
-        return args.local_addr or args.master_addr, args.master_port or 0
-    return _LOOPBACK, 0
+    host, port, is_named = _meeting_point(args)
+    if not is_named:
+        host = args.local_addr or host
+    if port is None:
+        port = _C10D_PORT if is_named else 0
+    return _LOOPBACK if host == "localhost" else host, port
 
 
 def _endpoint(
     args: Namespace, ports: tuple[int, int] | None, node_rank: int | None, is_host: bool | None
 ) -> Endpoint:
     """Where several nodes meet."""
-    _check_host(args)
-    if args.host is not None:
-        name, given = _host_and_port(args.host)
-        default = _C10D_PORT if ports is None else ports[0]
-        host, port = name.strip("[]"), default if given is None else given
-    elif args.rdzv_backend == "static":
-        # torchrun's default of --node-rank is 0.
-        node_rank = node_rank or 0
-        host, port = args.master_addr.strip("[]"), args.master_port or _STATIC_PORT
-        if args.rdzv_endpoint.strip():
-            host, port = _parse_endpoint(args.rdzv_endpoint.strip())
-    else:
-        host, port = _parse_endpoint(args.rdzv_endpoint.strip())
+    host, port, is_named = _meeting_point(args)
+    if args.rdzv_backend == "static":
+        node_rank = node_rank or 0  # torchrun's default
+    default = _C10D_PORT if is_named or args.rdzv_backend != "static" else _STATIC_PORT
+    if args.host is not None and ports is not None:
+        default = ports[0]
     if is_host is None and node_rank is not None:
         is_host = node_rank == 0
-    return Endpoint(host=host, port=port, is_host=is_host, one_launcher=args.host is not None)
+    return Endpoint(
+        host=host, port=port or default, is_host=is_host, one_launcher=args.host is not None
+    )
+
+
+def _meeting_point(args: Namespace) -> tuple[str, int | None, bool]:
+    """Host, port if it is given, and whether --host or --rdzv-endpoint names them."""
+    _check_host(args)
+    if args.host is not None:
+        return *_host_and_port("--host", args.host), True
+    if args.rdzv_endpoint.strip():
+        return *_host_and_port("--rdzv-endpoint", args.rdzv_endpoint.strip()), True
+    if args.rdzv_backend == "static":
+        return args.master_addr.strip("[]"), args.master_port, False
+    return "localhost", None, False
 
 
 def _check_host(args: Namespace) -> None:
@@ -591,31 +579,19 @@ def _check_host(args: Namespace) -> None:
     args.rdzv_backend = "c10d"
 
 
-def _host_and_port(text: str) -> tuple[str, int | None]:
-    """The host of --host, an IPv6 address in brackets, and its port if there is one."""
+def _host_and_port(name: str, text: str) -> tuple[str, int | None]:
+    """The host that an option names, and its port if there is one."""
     host, port = text, None
-    if found := re.fullmatch(r"(\[.+\]|[^:]*):(\d+)", text):
+    if found := re.fullmatch(r"(\[.+\]|[^:]*):(\d+)", text, re.ASCII):
         host, port = found[1], int(found[2])
     with contextlib.suppress(ValueError):
         host = f"[{ipaddress.IPv6Address(host.strip('[]'))}]"
-    if not re.fullmatch(r"\[.*:.*\]|[\w.-]+", host) or not (port is None or 0 < port < 1 << 16):
+    if not re.fullmatch(r"\[.*:.*\]|[\w.-]+", host) or not (port or 0) < 1 << 16:
         raise ConfigError(
-            f"--host is {text!r}, which is not a host name or address.",
+            f"{name} is {text!r}, which is not a host name or address.",
             fix="give HOST or HOST:PORT, such as 10.0.0.1, node0:29400 or [fd00::1]:29400.",
         )
-    return host, port
-
-
-def _parse_endpoint(endpoint: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]*)(?::(\d{1,5}))?", endpoint, re.ASCII)
-    host, port = ("", -1)
-    if found is not None:
-        host, port = found[1].strip("[]"), int(found[2] or _C10D_PORT)
-    if not re.fullmatch(r"[\w.:-]*", host) or not 0 <= port < 1 << 16:
-        raise ConfigError(
-            f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
-        )
-    return host or "localhost", port
+    return host.strip("[]"), port
 
 
 def _count_ranks(word: str) -> int:

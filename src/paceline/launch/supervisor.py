@@ -321,7 +321,7 @@ class Supervisor:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         if template is not None:
             return Template(template).safe_substitute(
-                role_name=self._options.role, rank=rank, local_rank=local_rank
+                role_name=self._options.args.role, rank=rank, local_rank=local_rank
             )
         return f"[{rank}] " if self._round.world_size > 1 else ""
 
@@ -343,7 +343,7 @@ class Supervisor:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         }
         variables = {name: str(number) for name, number in numbers.items()} | {
-            "ROLE_NAME": options.role,
+            "ROLE_NAME": options.args.role,
             "MASTER_ADDR": here.address,
             "TORCHELASTIC_RUN_ID": options.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
