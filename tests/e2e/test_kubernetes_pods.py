@@ -8,7 +8,6 @@ which reads podFailurePolicy and makes the next pod, with another address.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import subprocess
@@ -113,15 +112,6 @@ def steps(folder: Path, rank: int = 0) -> list[list[str]]:
     """The steps that a rank has done, and the host name of its pod."""
     file = folder / f"steps{rank}"
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def commands(pod: subprocess.Popen[str]) -> list[str]:
-    """The command lines of the processes in the pod."""
-    found = []
-    for process in psutil.Process(pod.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            found.append(" ".join(process.cmdline()))
-    return found
 
 
 def wait_steps(folder: Path, count: int, *pods: subprocess.Popen[str]) -> None:

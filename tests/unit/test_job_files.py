@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -215,48 +214,32 @@ def test_the_name_of_the_script_becomes_a_name_of_kubernetes(script: str, name: 
 COMMON = {
     "--gpus 17": "--gpus must be at most 16, got 17.",
     "--gpus 2 --nproc-per-node 4": "--nproc-per-node is 4, and a node has 2 GPUs.",
-    "--nodes 0": "--nodes: must be 1 or more, and is 0.",
     "--memory 64": "--memory: must be a size such as 512M or 64G, and is '64'.",
     # Minutes for some schedulers, and seconds or hours for others.
     "--grace 4": "--grace: must be a time such as 90m, 4h or 1d12h, and is '4'.",
-    "--grace 0s": "--grace: must be a time such as 90m, 4h or 1d12h, and is '0s'.",
-    "--grace 1h-4m": "--grace: must be a time such as 90m, 4h or 1d12h, and is '1h-4m'.",
     "--lr 0.1": "unrecognized arguments: --lr",
-    "--n 2": "--n could match --nodes",
     "--name a\u2028b": "'a\\u2028b' has characters that cannot be printed.",
 }
-IMAGES = ("Me/train:1", "me/train:", "-v")
-FOLDERS = ("runs", "/workspace", "/dev/shm", "/opt/venv/a", "/a/..", "/a$b")
+FOLDERS = ("runs", "/workspace", "/opt/venv/a", "/a/..", "/a$b")
 WRONG = [
     *(("slurm train.py", option, what) for option, what in COMMON.items()),
     ("slurm train.py", "--time 1m", "--time is 60 s, and a job needs more than 135 s."),
     ("slurm train.py", "--name a/b", "--name 'a/b' is not a valid name."),
-    *(
-        ("slurm train.py", f"--run-folder={folder}", "sbatch cannot write its output there.")
-        for folder in ("/my%20runs", "~/runs", "/a;b")
-    ),
+    ("slurm train.py", "--run-folder=/my%20runs", "sbatch cannot write its output there."),
     ("k8s train.py", "", "are required: --image"),
-    *(
-        ("k8s train.py", f"--image={image}", f"--image {image!r} is not a valid image name.")
-        for image in IMAGES
-    ),
+    ("k8s train.py", "--image=Me/train:1", "--image 'Me/train:1' is not a valid image name."),
     *(
         ("k8s train.py --image a", f"--name={name}", f"--name {name!r} is not a valid name.")
-        for name in ("Train", "my_train", "1st", "a-", "a.b", "a" * 62)
+        for name in ("my_train", "1st", "a" * 62)
     ),
-    ("k8s train.py --image a", "--kind pod", "invalid choice: 'pod'"),
     *(
-        (line, f"--run-folder={folder}", "a volume cannot be mounted there.")
-        for line in ("k8s train.py --image a", "docker train.py")
+        ("docker train.py", f"--run-folder={folder}", "a volume cannot be mounted there.")
         for folder in FOLDERS
     ),
-    ("docker train.py", "--time 4h", "unrecognized arguments: --time"),
     ("docker train.py", "--name A", "--name 'A' is not a valid name."),
     ("k8s trian.py --image a", "", "there is no script 'trian.py'"),
     ("k8s {here}/train.py --image a", "", "is a path of this machine"),
     ("docker ../project/train.py", "", "train.py' is outside of this folder"),
-    ("k8 train.py", "", "invalid choice: 'k8'"),
-    ("", "", "are required: SCHEDULER"),
 ]
 
 
@@ -292,17 +275,3 @@ def test_the_command_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "yaml", "psutil"} & set(done.stdout.split())
-
-
-SHOWN = [
-    line.partition("  #")[0]
-    for page in (ROOT / "docs").rglob("*.md")
-    for line in re.findall(r"^paceline job .*$", page.read_text(), re.M)
-]
-
-
-@pytest.mark.parametrize("line", SHOWN)
-def test_commands_of_the_documentation(line: str, project: Path) -> None:
-    (project / "examples").mkdir()
-    (project / "examples" / "digits.py").touch()
-    assert _code(shlex.split(line)[2:]) == ExitCode.OK
