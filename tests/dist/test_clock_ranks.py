@@ -14,8 +14,8 @@ from small_trainings import make_data, make_training, train
 from torch import nn
 
 import paceline
-from paceline.clock.record import read_record
 from paceline.clock.step_clock import PHASES, StepClock
+from paceline.report.run import load
 from paceline.testing import run_ranks
 
 STEPS = 12
@@ -88,7 +88,7 @@ def _stamped(call: Callable[..., Any], times: dict[str, float]) -> Callable[...,
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_planted_delays_are_found_and_add_up(tmp_path: Path, ranks: int) -> None:
     results = run_ranks(_train, str(tmp_path), "ddp", nproc=ranks)
-    windows = read_record(tmp_path).windows
+    windows = load(str(tmp_path)).record.windows
     assert windows[-1].step == STEPS
     assert sum(window.steps for window in windows) == STEPS
 
@@ -131,7 +131,7 @@ def _train_gpt(job: Any, folder: str) -> None:
 @pytest.mark.parametrize("layout", AXES)
 def test_a_rank_waits_for_a_slow_layer_of_the_other(tmp_path: Path, layout: str) -> None:
     run_ranks(_train_gpt, str(tmp_path), nproc=2, mesh=AXES[layout])
-    windows = read_record(tmp_path).windows
+    windows = load(str(tmp_path)).record.windows
     spent = {
         name: [sum(w.spent_s[name][rank] for w in windows) / STEPS for rank in range(2)]
         for name in PHASES
@@ -151,4 +151,4 @@ def _two_loops(job: Any, folder: str) -> int:
 
 def test_a_further_loop_is_no_restart(tmp_path: Path) -> None:
     assert run_ranks(_two_loops, str(tmp_path), nproc=2) == [4, 4]
-    assert [run["loop"] for run in read_record(str(tmp_path)).runs] == [0, 1]
+    assert [run["loop"] for run in load(str(tmp_path)).record.runs] == [0, 1]

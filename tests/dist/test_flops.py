@@ -11,7 +11,6 @@ import torch
 from small_trainings import make_data, make_training, train
 
 import paceline
-from paceline.clock.record import read_record
 from paceline.metrics.flops import facts, peak_of, utilisation
 from paceline.report.run import load
 from paceline.report.sections import sections
@@ -50,7 +49,7 @@ def _train(job: Any, folder: str) -> None:
 
 def test_the_report_of_a_run_has_it(tmp_path: Path) -> None:
     run_ranks(_train, str(tmp_path), nproc=2)
-    assert read_record(tmp_path).run["flops"] == 2e6
+    assert load(str(tmp_path)).record.run["flops"] == 2e6
     run = load(str(tmp_path))
     table = sections(run)[0].table
     assert table is not None

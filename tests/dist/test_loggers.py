@@ -25,12 +25,12 @@ from torch.utils.data import TensorDataset
 from wandb_files import read_wandb
 
 import paceline
-from paceline.clock.record import read_record
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.report import Report
 from paceline.metrics.usage import gpu_busy
+from paceline.report.run import load
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -404,7 +404,7 @@ def test_a_resumed_run_continues_the_files(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["run"] for line in lines] == [0] * 6 + [1] * 6
-    assert [run["step"] for run in read_record(tmp_path).runs] == [0, 6]
+    assert [run["step"] for run in load(str(tmp_path)).record.runs] == [0, 6]
     assert not list(tmp_path.glob("*-1.jsonl"))
 
 

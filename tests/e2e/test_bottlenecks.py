@@ -20,7 +20,7 @@ from hosts import hosts, missing_tool
 from launching import finish, start
 
 from paceline.clock.judge import Finding, judge
-from paceline.clock.record import read_record
+from paceline.report.run import load
 
 SCRIPT = """
 import json, sys, time
@@ -114,12 +114,12 @@ def _prepare(tmp_path: Path, kind: str, changes: dict[str, Any]) -> tuple[Path, 
 
 def _rate(folder: Path) -> float:
     """Samples per second, without the warm-up."""
-    windows = read_record(folder).windows[1:]
+    windows = load(str(folder)).record.windows[1:]
     return median(w.samples / (sum(w.wall_s) / w.num_ranks) for w in windows)
 
 
 def _judge(folder: Path) -> list[Finding]:
-    found = judge(read_record(folder))
+    found = judge(load(str(folder)).record)
     assert found is not None
     return found
 

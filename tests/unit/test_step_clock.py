@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,6 @@ from paceline.clock.step_clock import (
     StepClock,
     Times,
 )
-from paceline.errors import ConfigError
 
 
 class FakeTime:
@@ -203,15 +201,14 @@ def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
-def test_a_window_is_read_as_it_was_written(tmp_path: Path, fake: FakeTime, ranks: int) -> None:
+def test_a_window_is_read_as_it_was_written(fake: FakeTime, ranks: int) -> None:
     rows = _rows(fake, ranks)
     assert {len(row) for row in rows} == {record.ROW_SIZE}
     written = record.Window.from_rows(7, rows, time=5.0, samples=64)
     run = {"step": 0, "run": {"time": 1.0, "world_size": ranks}}
     whole = json.dumps({"step": 7, **written.to_line()})
     text = f"{json.dumps(run)}\n{whole}\nnot a line\n[1]\n{whole[: len(whole) // 2]}"
-    (tmp_path / record.FILE).write_text(text)
-    found = record.read_record(tmp_path)
+    found = record.read_lines(text.encode().splitlines())
     assert found.skipped == 3
     assert found.run == {"time": 1.0, "world_size": ranks, "step": 0}
     (window,) = found.windows
@@ -228,8 +225,3 @@ def test_the_wait_of_the_rank_that_came_last_is_the_communication() -> None:
         for wait_s in (0.03, 0.01, 0.02)
     ]
     assert record.Window.from_rows(4, rows, time=5.0, samples=64).exposed_s == 0.01
-
-
-def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no clock\.jsonl"):
-        record.read_record(tmp_path)

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from paceline.clock.step_clock import PHASES, Times
-from paceline.errors import ConfigError
 
 FILE = "clock.jsonl"
 _HEAD = 4  # numbers of a row before the phases
@@ -154,7 +151,7 @@ class Window:
         return window
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Record:
     """What `clock.jsonl` of a run tells.
 
@@ -176,34 +173,16 @@ class Record:
         return self.runs[-1] if self.runs else {}
 
 
-def read_record(folder: str | Path) -> Record:
-    """Read `clock.jsonl` of a run's folder. Damaged lines are skipped and counted.
-
-    Raises:
-        ConfigError: the folder does not exist, or has no such file, or it cannot be read.
-    """
-    path = Path(folder) / FILE
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"{os.fspath(folder)} holds no {FILE} that can be read: {error.strerror}.",
-            why="rank 0 writes it into the folder that `training.report` or `Trainer` got.",
-            fix="give the folder of a run that has reported steps.",
-        ) from error
-    return read_lines(lines, Record(runs=[], windows=[]))
-
-
-def read_lines(lines: Iterable[bytes], before: Record) -> Record:
-    """The record with these lines after those that it has. Damaged lines are skipped and counted."""
-    runs, windows, skipped = [*before.runs], [*before.windows], before.skipped
+def read_lines(lines: Iterable[bytes]) -> Record:
+    """The record of these lines. Damaged ones are skipped and counted."""
+    record = Record(runs=[], windows=[])
     for line in lines:
         try:
             entry = json.loads(line)
             if "run" in entry:
-                runs.append(dict(entry["run"]) | {"step": int(entry["step"])})
+                record.runs.append(dict(entry["run"]) | {"step": int(entry["step"])})
             else:
-                windows.append(Window.from_line(entry))
+                record.windows.append(Window.from_line(entry))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
-            skipped += 1
-    return Record(runs=runs, windows=windows, skipped=skipped)
+            record.skipped += 1
+    return record

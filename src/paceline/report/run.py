@@ -126,7 +126,7 @@ def load(folder: str, newest: int | None = None) -> Run:
             "and no checkpoint.",
             fix="give the folder of `training.report` or `Trainer`.",
         )
-    record = clock_record.read_lines(clock.lines if clock else (), Record(runs=[], windows=[]))
+    record = clock_record.read_lines(clock.lines if clock else ())
     logged = [entry for line in metrics.lines if (entry := _entry(line))] if metrics else []
     missing = []
     if not clock:
@@ -136,9 +136,10 @@ def load(folder: str, newest: int | None = None) -> Run:
         )
     elif not record.windows:
         missing.append("No step has been measured yet.")
-    for file, read in ((clock, len(record.runs) + len(record.windows)), (metrics, len(logged))):
-        if file and (left_out := len(file.lines) - read):
-            missing.append(f"Damaged and left out: {count_of(left_out, 'line')} of {file.name}.")
+    damaged_lines = len(metrics.lines) - len(logged) if metrics else 0
+    for name, count in ((clock_record.FILE, record.skipped), (METRICS, damaged_lines)):
+        if count:
+            missing.append(f"Damaged and left out: {count_of(count, 'line')} of {name}.")
     missing += [
         f"The last line of {file.name} is incomplete: the run writes it now, or was interrupted."
         for file in (clock, metrics)
