@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_gpt import GPT, make_tokens, token_loss, wrap
+from small_trainings import make_training, train
 
 import paceline
 from paceline import Mesh
@@ -47,33 +48,30 @@ def _ranks(mesh: Mesh) -> int:
 
 
 def _training(job: Any, dtype: torch.dtype, folder: Path | None = None) -> paceline.Training:
-    model = wrap(job, GPT().to(dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # 11 samples in steps of 4: the last step of an epoch has 3, so a data rank of 4 has none.
-    batches = paceline.Batches(job, make_tokens(11), global_batch=4, micro_batch=1)
-    checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
-    return paceline.Training(
-        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    return make_training(
+        job,
+        wrap(job, GPT().to(dtype)),
+        make_tokens(11),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        folder=folder,
+        micro_batch=1,
+        count="tokens",
     )
-
-
-def _run(step: paceline.Step, training: paceline.Training) -> None:
-    step.run(lambda batch: token_loss(training.models[0], batch), reduction="sum")
 
 
 def _first_step(job: Any, dtype: torch.dtype, folder: Path) -> None:
     """A ragged step; the momentum of SGD, which is the gradient then, is saved."""
-    model = wrap(job, GPT().to(dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    # 3 samples in micro-batches of 1: one data rank of 4 has none.
-    batches = paceline.Batches(job, make_tokens(3), global_batch=4, micro_batch=1)
-    checkpoints = paceline.Checkpoints(folder, every_steps=1)
-    training = paceline.Training(
-        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    training = make_training(
+        job,
+        wrap(job, GPT().to(dtype)),
+        make_tokens(3),  # in micro-batches of 1: one data rank of 4 has none
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        micro_batch=1,
+        count="tokens",
+        checkpoints=paceline.Checkpoints(folder, every_steps=1),
     )
-    for step in training.steps(epochs=1):
-        _run(step, training)
-        step.update()
+    train(training, token_loss, until=1)
 
 
 def _stored(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -114,13 +112,7 @@ def test_gradients_and_weights_are_those_of_one_process(
 
 
 def _losses(job: Any) -> list[float]:
-    training = _training(job, torch.float32)
-    losses = []
-    for step in training.steps(until=50):
-        _run(step, training)
-        step.update(clip_norm=0.5)
-        losses.append(float(step.loss))
-    return losses
+    return train(_training(job, torch.float32), token_loss, until=50, clip_norm=0.5).losses
 
 
 @pytest.mark.parametrize(
@@ -138,10 +130,7 @@ def test_fifty_steps_have_the_losses_of_one_process(name: str) -> None:
 
 
 def _write(job: Any, folder: Path) -> None:
-    training = _training(job, torch.float32, folder)
-    for step in training.steps(until=2):
-        _run(step, training)
-        step.update()
+    train(_training(job, torch.float32, folder), token_loss, until=2)
 
 
 def _copy(job: Any, sources: list[Path], targets: list[Path]) -> None:
@@ -167,7 +156,7 @@ def _save_while_training(job: Any, folder: Path, is_slow: bool) -> int:
         for step in training.steps(until=4):
             if not is_slow:
                 training.checkpoints.finish(job)
-            _run(step, training)
+            step.run(lambda batch: token_loss(training.models[0], batch), reduction="sum")
             step.update()
             if step.number == 3:
                 saved = training.checkpoints.last_saved
@@ -198,15 +187,24 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
     assert digest(_stored(late, 2)) != digest(_stored(late, 4))
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_each_layout_is_loaded_in_each_other_bit_by_bit(tmp_path: Path) -> None:
-    for name in STORED:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(["1 rank", "tp x fsdp on 4", "pp on 2"], marks=pytest.mark.ci),
+        pytest.param(STORED, marks=pytest.mark.slow),
+    ],
+    ids=["three layouts", "all layouts"],
+)
+def test_a_checkpoint_of_each_layout_is_loaded_in_each_other_bit_by_bit(
+    tmp_path: Path, stored: list[str]
+) -> None:
+    for name in stored:
         mesh = _mesh(name)
         run_ranks(_write, tmp_path / name, nproc=_ranks(mesh), mesh=mesh)
-    for reader_name in STORED:
+    for reader_name in stored:
         mesh = _mesh(reader_name)
-        sources = [tmp_path / name for name in STORED]
-        targets = [tmp_path / f"{name} in {reader_name}" for name in STORED]
+        sources = [tmp_path / name for name in stored]
+        targets = [tmp_path / f"{name} in {reader_name}" for name in stored]
         run_ranks(_copy, sources, targets, nproc=_ranks(mesh), mesh=mesh)
         for source, target in zip(sources, targets, strict=True):
             want, got = _stored(source, 2), _stored(target, 2)
