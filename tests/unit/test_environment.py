@@ -25,6 +25,7 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-1",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PRTERUN = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1@1"}
 SLURM = {
     "SLURM_PROCID": "2",
     "SLURM_STEP_NUM_TASKS": "3",
@@ -37,25 +38,35 @@ SLURM = {
 }
 
 
-def test_nothing_is_one_process() -> None:
-    assert read({"PATH": "/bin"}) == RankInfo(
-        launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
-    )
-
-
-def test_torchrun() -> None:
-    place = read(TORCHRUN)
-    assert (place.launcher, place.rank, place.world_size) == ("torchrun", 3, 4)
-    assert (place.local_rank, place.local_world_size) == (1, 2)
-    assert place.master == "10.0.0.1:29500"
-    assert not place.one_host
-
-
-@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA])
-def test_mpi_on_one_host(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("environ", "launcher", "rank", "world_size"),
+    [
+        ({"PATH": "/bin"}, "none", 0, 1),
+        (TORCHRUN, "torchrun", 3, 4),
+        (OPEN_MPI, "mpi", 1, 2),
+        (HYDRA, "mpi", 1, 2),
+        (SLURM, "slurm", 2, 3),
+        # The innermost complete set.
+        (SLURM | TORCHRUN, "torchrun", 3, 4),
+        (SLURM | OPEN_MPI, "mpi", 1, 2),
+        (OPEN_MPI | TORCHRUN, "torchrun", 3, 4),
+        (PRTERUN | OPEN_MPI, "mpi", 1, 2),
+        # Leftovers of an outer launcher.
+        (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "3"}, "slurm", 2, 3),
+        (TORCHRUN | {"OMPI_COMM_WORLD_RANK": "0"}, "torchrun", 3, 4),
+        # A batch script exports torchrun's size for its srun.
+        (SLURM | {"WORLD_SIZE": "3"}, "slurm", 2, 3),
+    ],
+)
+def test_the_place_of_a_rank(
+    environ: dict[str, str], launcher: str, rank: int, world_size: int
+) -> None:
     place = read(environ)
-    assert (place.launcher, place.rank, place.world_size, place.one_host) == ("mpi", 1, 2, True)
-    assert place.master is None
+    assert (place.launcher, place.rank, place.world_size) == (launcher, rank, world_size)
+    local = {"none": (0, 1), "torchrun": (1, 2), "mpi": (1, 2), "slurm": (0, 1)}[launcher]
+    assert (place.local_rank, place.local_world_size) == local
+    assert place.one_host == (launcher in ("none", "mpi"))
+    assert place.master == {"torchrun": "10.0.0.1:29500", "slurm": place.master}.get(launcher)
 
 
 def test_only_what_names_a_job_is_its_key() -> None:
@@ -67,12 +78,8 @@ def test_only_what_names_a_job_is_its_key() -> None:
     assert read({**SLURM, "SLURM_STEP_ID": "1"}).job_key != read(SLURM).job_key
 
 
-def test_prterun_alone_is_refused_because_it_gives_no_world_size() -> None:
-    prterun = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1@1"}
-    with pytest.raises(ConfigError, match="prterun"):
-        read(prterun)
-    assert read(prterun | OPEN_MPI).launcher == "mpi"
-    assert read(prterun | TORCHRUN).launcher == "torchrun"
+def _without(environ: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key != name}
 
 
 SEVERAL_HOSTS = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
@@ -118,62 +125,10 @@ def test_openmpi_4_jobs_of_one_name_do_not_meet() -> None:
     assert one.master != two.master
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"PMIX_NAMESPACE": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::1]:45909"},
-        {"PMIX_NAMESPACE": "prte-node-0-22586@1"},  # of a DVM
-    ],
-)
-def test_variables_of_openmpi_that_name_no_host(names: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="no name and no IPv4 address of its own host"):
-        read({**SEVERAL_HOSTS, **names})
-
-
 def test_the_user_names_the_address_of_mpi_ranks() -> None:
     named = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert read({**SEVERAL_HOSTS, **OPEN_MPI_4, **named}).master == "a:1"
-    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR="):
-        read(SEVERAL_HOSTS)
-    hydra = {**HYDRA, "PMI_SIZE": "4"}
-    assert read({**hydra, **named}).master == "a:1"
-    with pytest.raises(ConfigError, match="mpirun -genv MASTER_ADDR <"):  # MPICH has no -x
-        read(hydra)
-
-
-@pytest.mark.parametrize("launcher", [TORCHRUN, OPEN_MPI, SLURM])
-@pytest.mark.parametrize(("host", "port"), [("", "29500"), ("10.0.0.1", "70000"), ("a", "-1")])
-def test_what_is_no_address_is_refused(launcher: dict[str, str], host: str, port: str) -> None:
-    with pytest.raises(ConfigError, match="are not an address"):
-        read({**launcher, "MASTER_ADDR": host, "MASTER_PORT": port})
-
-
-def test_the_innermost_complete_set_wins() -> None:
-    assert read({**SLURM, **TORCHRUN}).launcher == "torchrun"
-    assert read({**SLURM, **OPEN_MPI}).launcher == "mpi"
-    assert read({**OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_leftovers_of_an_outer_launcher_do_not_spoil_a_complete_set() -> None:
-    assert read({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "3"}).launcher == "slurm"
-    assert read({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}).launcher == "torchrun"
-    # A batch script that exports torchrun's size for its srun: complete is Slurm's set.
-    assert read({**SLURM, "WORLD_SIZE": "3"}).launcher == "slurm"
-
-
-@pytest.mark.parametrize(
-    ("whole", "missing"),
-    [
-        *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")),
-        *((OPEN_MPI, name) for name in OPEN_MPI if name != "PMIX_NAMESPACE"),
-    ],
-)
-def test_an_incomplete_set_is_refused_with_its_missing_name(
-    whole: dict[str, str], missing: str
-) -> None:
-    with pytest.raises(ConfigError, match=missing) as caught:
-        read({name: value for name, value in whole.items() if name != missing})
-    assert caught.value.variables == [missing]
+    assert read({**HYDRA, "PMI_SIZE": "4", **named}).master == "a:1"
 
 
 def test_the_ranks_of_each_host_are_not_guessed() -> None:
@@ -189,21 +144,44 @@ def test_the_ranks_of_each_host_are_not_guessed() -> None:
     assert read(by_hand | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).local_world_size == 1
 
 
+PLACE, ADDRESS = ["RANK", "WORLD_SIZE", "LOCAL_RANK"], ["MASTER_ADDR", "MASTER_PORT"]
+IPV6 = {"PMIX_NAMESPACE": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::1]:45909"}
+
+
 @pytest.mark.parametrize(
-    ("whole", "wrong", "variables"),
+    ("environ", "variables", "text"),
     [
-        (TORCHRUN, {"RANK": "4"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        (TORCHRUN, {"RANK": "-1"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        (TORCHRUN, {"WORLD_SIZE": "0"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        (TORCHRUN, {"LOCAL_RANK": "2"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        (TORCHRUN, {"RANK": "three"}, ["RANK"]),
-        (SLURM, {"WORLD_SIZE": "8"}, ["WORLD_SIZE"]),
+        *(
+            (TORCHRUN | wrong, PLACE, "contradict")
+            for wrong in (
+                {"RANK": "4"},
+                {"RANK": "-1"},
+                {"WORLD_SIZE": "0"},
+                {"LOCAL_RANK": "2"},
+                {"LOCAL_WORLD_SIZE": "5"},
+            )
+        ),
+        (TORCHRUN | {"RANK": "three"}, ["RANK"], "is not a whole number"),
+        (SLURM | {"WORLD_SIZE": "8"}, ["WORLD_SIZE"], "contradicts the slurm launcher"),
+        *(
+            (launcher | {"MASTER_ADDR": host, "MASTER_PORT": port}, ADDRESS, "are not an address")
+            for launcher in (TORCHRUN, OPEN_MPI, SLURM)
+            for host, port in (("", "29500"), ("10.0.0.1", "70000"), ("a", "-1"))
+        ),
+        *(
+            (_without(TORCHRUN, name), [name], name)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        ),
+        *((_without(OPEN_MPI, name), [name], name) for name in OPEN_MPI if "OMPI" in name),
+        (PRTERUN, list(OPEN_MPI)[:4], "prterun started this process"),
+        (SEVERAL_HOSTS | IPV6, ADDRESS, "no name and no IPv4 address of its own host"),
+        # Of a DVM.
+        (SEVERAL_HOSTS | {"PMIX_NAMESPACE": "prte-node-0-22586@1"}, ADDRESS, "no IPv4 address"),
+        (SEVERAL_HOSTS, ADDRESS, "mpirun -x MASTER_ADDR="),
+        (HYDRA | {"PMI_SIZE": "4"}, ADDRESS, "mpirun -genv MASTER_ADDR <"),  # MPICH has no -x
     ],
 )
-def test_contradictions_are_refused(
-    whole: dict[str, str], wrong: dict[str, str], variables: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(whole | wrong)
+def test_what_is_refused(environ: dict[str, str], variables: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        read(environ)
     assert caught.value.variables == variables
