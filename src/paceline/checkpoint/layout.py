@@ -18,6 +18,7 @@ from paceline.checkpoint.manifest import ITEM_BYTES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.parallel.modules import local
 
 # Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
 PIECE_BYTES = 16 << 20
@@ -80,11 +81,6 @@ class Planner:
             self._signature = signature
         assert self._layout is not None
         return self._layout
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -100,23 +100,10 @@ def refuse_wrong_world(world_size: int, *, where: str) -> None:
 
 
 def open_communicator(store: dist.Store, rank: int, size: int) -> Any:
-    """A communicator of the ranks of a group, in their order. All of them must call it.
-
-    Raises:
-        ConfigError: the ranks are not processes of one MPI job, because no MPI launcher has started them.
-    """
+    """A communicator of the ranks of a group, in their order. All of them must call it."""
     MPI = library()
     world = MPI.COMM_WORLD
-    found = gather(store, "ranks", [world.Get_rank(), world.Get_size()], rank, size)
-    ranks, sizes = zip(*found, strict=True)
-    if len(set(ranks)) < size or len(set(sizes)) > 1:
-        shown = ", ".join(f"rank {mpi_rank} of {mpi_size}" for mpi_rank, mpi_size in found)
-        raise ConfigError(
-            f"the {size} ranks of a group are not {size} processes of one MPI job.",
-            where=f"rank {rank} of {size}",
-            why=f"MPI calls them {shown}; several launchers, or none of {library_name()}, started them.",
-            fix="start all ranks with one mpirun or mpiexec.",
-        )
+    ranks = gather(store, "ranks", world.Get_rank(), rank, size)
     members = world.Get_group().Incl(ranks)
     communicator = world.Create_group(members)
     members.Free()

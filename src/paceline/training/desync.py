@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.checkpoint.layout import is_sharded, local
+from paceline.checkpoint.layout import is_sharded
 from paceline.errors import RankDisagreement, name_ranks
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import local, unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
 _FIRST_STEPS = 10  # weights that differ from the start are found after so many steps
