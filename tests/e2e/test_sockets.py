@@ -61,27 +61,26 @@ def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None
     assert len([each for each in found.values() if each]) == 3, found  # the store, and Gloo in two
 
 
-EVENT = {
-    "event": "final_error",
+ERROR = {
     "type": "ValueError",
     "kinds": ["builtins.ValueError"],
     "message": "told by nobody",
     "traceback": "",
     "module": "m",
     "place": "p",
-    "time": 1.0,
-    "step": 0,
     "lost_peer": False,
     "masked": False,
     "causes": "",
     "shown": False,
 }
+EVENT = {"event": "final_error", "error": ERROR, "time": 1.0, "step": 0}
 
 BABBLES = """
 import json, os, random
 fd = int(os.environ["PACELINE_CONTROL_FD"])
 draw, event = random.Random(7), EVENT
 kinds = {name: type(value) for name, value in event.items()} | {"time": (int, float)}
+kinds_of_error = {name: type(value) for name, value in event["error"].items()}
 if os.environ["RANK"] == "0":
     import time
     time.sleep(600)
@@ -90,7 +89,9 @@ for number in range(COUNT):
     if number % 3 == 0:
         wrong = draw.choice([None, 7, [], {}, "x" * 300, [[]], -1e400])
         name = draw.choice([name for name in event if not isinstance(wrong, kinds[name])])
-        frame = json.dumps(event | {name: wrong}).encode()
+        in_error = [name for name in event["error"] if not isinstance(wrong, kinds_of_error[name])]
+        bad = {"error": event["error"] | {draw.choice(in_error): wrong}}
+        frame = json.dumps(event | draw.choice([{name: wrong}, bad])).encode()
     elif number % 3 == 1:
         answer = b'{"event": "state", "id": -1, "entries": [1]}'
         frame = draw.choice([b"[" * 5000, b'{"event": []}', answer, b"NaN", frame])
@@ -112,6 +113,13 @@ def test_a_rank_that_babbles_crashes_nothing(tmp_path: Path, count: int) -> None
 
 def test_an_event_is_what_worker_sends() -> None:
     assert read_event(b'{"event": "exit", "place": "train.py:4"}') is not None
-    for line in (b"", b"[]", b"7", b'{"event": "exit"}', b'{"event": "exit", "place": 3}', b"\xff"):
+    for line in (
+        b"",
+        b"[]",
+        b"7",
+        b'{"event": "final_error"}',
+        b'{"event": "exit", "place": 3}',
+        b"\xff",
+    ):
         assert read_event(line) is None
     assert read_event(b"[" * 100_000) is None

@@ -141,7 +141,8 @@ class ProcessHooks:
     def send(self, send: Callable[..., bool], event: dict[str, Any]) -> bool:
         if event.get("event") in ("final_error", "exit", "interrupted"):
             names = {each.name for each in fields(Failed)}
-            self._recorder.write(Failed(**{k: v for k, v in event.items() if k in names}))
+            facts = event | event.get("error", {})
+            self._recorder.write(Failed(**{k: v for k, v in facts.items() if k in names}))
         return send(event)
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:

@@ -11,7 +11,6 @@ the end, and cleans up. `kill_suspended` kills single processes, and counts as t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import itertools
@@ -37,6 +36,7 @@ from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import PROBE_NAME, UNSOLICITED_ID, Probe
 from paceline.watch.processes import read_state
 from paceline.watch.stacks import place_of_crash
+from paceline.watch.wire import UNREADABLE, from_json
 
 WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
@@ -56,18 +56,6 @@ _RECORDED_COLLECTIVES = "256"
 _PROBE_BYTES = 1 << 20
 _EVENT_BYTES = 8 << 20  # longest event
 
-# The fields of each event of worker.py. They are checked: a script may write anything into the socket.
-_FACTS: dict[str, Any] = {"kinds": list, "lost_peer": bool, "masked": bool, "shown": bool}
-_FACTS |= dict.fromkeys(("type", "message", "traceback", "module", "place", "causes"), str)
-_ERROR = _FACTS | {"time": (int, float), "step": int}
-_EVENTS: dict[str, dict[str, Any]] = {
-    "final_error": _ERROR,  # the rank ends by itself now
-    "seen_error": _ERROR,  # an error that may explain a later exit; the rank may go on
-    "exit": {"place": str},  # the script has called sys.exit()
-    "training": {},  # a training handles preemption signals
-    "interrupted": {"place": str},  # the script was there at a KeyboardInterrupt
-    **{answer: {"id": int} for answer in Probe.REQUESTS},
-}
 _START_FIXES = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`), or start fewer ranks on this host.",
     errno.ENOENT: "check the program, or the interpreter in PYTHON_EXEC.",
@@ -76,6 +64,23 @@ _START_FIXES = {
 }
 _NO_SIZE = bytes(8)
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What worker.py reports about a rank.
+
+    Attributes:
+        event: "final_error": it ends by itself now; "seen_error": it may go on; "exit": the script called
+            sys.exit(); "interrupted": by KeyboardInterrupt; "training": one that handles preemption signals.
+        place: Where the script was.
+    """
+
+    event: str
+    error: Error | None = None
+    time: float = 0.0
+    step: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,7 @@ class Rank:
         changed: Callable[[], None],
     ) -> None:
         self.local_rank, self.rank = spec.local_rank, spec.rank
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
         self._unanswered: set[str] = set()  # kinds of questions
         self.returncode: int | None = None
@@ -245,12 +250,12 @@ class Rank:
     @property
     def reported_error(self) -> bool:
         """Whether it has reported an error and will end by itself."""
-        return any(event["event"] == "final_error" for event in list(self.events))
+        return any(event.event == "final_error" for event in list(self.events))
 
     @property
     def trains(self) -> bool:
         """Whether it has begun a training, which saves and ends after a preemption signal."""
-        return any(event["event"] == "training" for event in list(self.events))
+        return any(event.event == "training" for event in list(self.events))
 
     def check_suspended(self, now: float) -> bool:
         """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
@@ -310,11 +315,11 @@ class Rank:
         return True
 
     def _add_events(self, lines: Sequence[bytes]) -> None:
-        for event in filter(None, map(read_event, lines)):
-            if event["event"] in Probe.REQUESTS:
+        for event in map(read_event, lines):
+            if isinstance(event, dict):
                 self._unanswered.discard(event["event"])
                 self.answers[event["event"]] = event
-            else:
+            elif event is not None:
                 self.events.append(event)
 
     def _watch_end(self) -> None:
@@ -335,15 +340,13 @@ class Rank:
         """How it ended, as far as known."""
         error, exit_place, interrupted_at, at, step = None, None, "", self.ended_at, 0
         for event in list(self.events):
-            if event["event"] == "final_error" or (
-                event["event"] == "seen_error" and self.returncode != 0
-            ):
-                at, step = event["time"], event["step"]
-                error = _read_error(event)
-            elif event["event"] == "exit":
-                exit_place = event["place"]
-            elif event["event"] == "interrupted":
-                interrupted_at = event["place"]
+            if event.error is not None:
+                if event.event == "final_error" or self.returncode != 0:
+                    error, at, step = event.error, event.time, event.step
+            elif event.event == "exit":
+                exit_place = event.place
+            elif event.event == "interrupted":
+                interrupted_at = event.place
         if self.hung and error is None:
             error = raised_error(self.answers.get("state", {}))
         abort, crashed_at = b"", ""
@@ -403,12 +406,15 @@ class Question:
         return not self.answered and now < self.deadline
 
 
-def read_event(line: bytes) -> dict[str, Any] | None:
-    """An event of worker.py; None for anything else that a script may have written."""
+def read_event(line: bytes) -> Event | dict[str, Any] | None:
+    """An event of worker.py, or an answer; None for anything else that a script may have written."""
     try:
-        event: dict[str, Any] = json.loads(line)
-        return event if _has(event, _EVENTS[event["event"]]) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        read: dict[str, Any] = json.loads(line)
+        if read["event"] in Probe.REQUESTS:
+            return read if isinstance(read["id"], int) else None
+        event: Event = from_json(Event, read)
+        return event if event.error is not None or not event.event.endswith("_error") else None
+    except UNREADABLE:
         return None
 
 
@@ -417,19 +423,11 @@ def raised_error(answer: Mapping[str, Any]) -> Error | None:
 
     Python shows an error only when all `finally` blocks have ended, and one may wait for other ranks.
     """
-    facts = answer.get("raised")
-    return _read_error(facts) if isinstance(facts, dict) and _has(facts, _FACTS) else None
-
-
-def _has(event: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether an event, or a part of one, has these fields."""
-    valid = all(isinstance(event.get(name), kind) for name, kind in fields.items())
-    return valid and all(isinstance(kind, str) for kind in event.get("kinds", ()))
-
-
-def _read_error(event: Mapping[str, Any]) -> Error:
-    fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
-    return Error(**fields | {"kinds": tuple(event["kinds"])})
+    try:
+        error: Error = from_json(Error, answer["raised"]["error"])
+        return error
+    except UNREADABLE:
+        return None
 
 
 class LocalRanks:

@@ -280,7 +280,7 @@ def _exit_code(error: SystemExit, control: Control) -> int:
         code = 1
     if code & 0xFF:
         if (handled := _handled_by(error)) is not None:
-            control.send(_describe(handled) | {"event": "seen_error", "shown": False})
+            control.send(_describe(handled, "seen_error"))
         elif _printed is not None and time.time() - _printed["time"] < _PRINTED_S:
             control.send(_printed)
         control.send({"event": "exit", "place": _stacks.place_of_error(error.__traceback__)})
@@ -306,7 +306,7 @@ def _watch_printed_errors() -> None:
             # In the old form of a call, the type is the first argument.
             value = args[0] if args else options.get("value", error)
             if isinstance(value, Exception):
-                _printed = _describe(value) | {"event": "seen_error", "shown": False}
+                _printed = _describe(value, "seen_error")
             return function(error, *args, **options)
 
         return call
@@ -369,14 +369,15 @@ def _crash(
     user_hook = _user_hook(hook, error)
     if user_hook is not None:
         # The hook may end the process, or be a debugger that stays.
-        control.send(_describe(error) | {"event": "seen_error", "shown": True})
+        control.send(_describe(error, "seen_error", shown=True))
         try:
             user_hook(type(error), error, _strip(error.__traceback__))
             shown = True
         except BaseException as broken:
             print(f"sys.excepthook raised {type(broken).__name__}: {broken}", file=sys.stderr)
-    report = _describe(error) | {"shown": shown} | facts
-    if not control.send(report):
+    event = _describe(error, "final_error", shown=shown, **facts)
+    report = event["error"]
+    if not control.send(event):
         print(report["traceback"], file=sys.stderr)
     send_state = control.handlers.get("state")
     in_collective = report["lost_peer"] or report["module"].startswith("torch.distributed")
@@ -396,7 +397,7 @@ def _crash(
 def report_before_clean_up(error: BaseException) -> None:
     """Tell the launcher, if this is a rank, of an error whose clean-up may take longer than it waits."""
     if _control is not None:
-        _control.send(_describe(error) | {"event": "seen_error", "shown": False})
+        _control.send(_describe(error, "seen_error"))
 
 
 def report_training() -> None:
@@ -405,11 +406,13 @@ def report_training() -> None:
         _control.send({"event": "training"})
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException, event: str, **more: Any) -> dict[str, Any]:
+    """The event about an error; `more` replaces fields of `Error`."""
     facts: dict[str, Any] = dataclasses.asdict(_crash_facts.Error.of(error, _format(error)))
-    return facts | {
-        "event": "final_error",
-        "message": facts["message"][:_TRACEBACK_CHARS],
+    facts["message"] = facts["message"][:_TRACEBACK_CHARS]
+    return {
+        "event": event,
+        "error": facts | more,
         "time": time.time(),
         "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),
     }

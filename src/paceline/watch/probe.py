@@ -211,6 +211,6 @@ class Probe:
         trace = traceback.TracebackException(type(error), error, error.__traceback__)
         text = "".join(trace.format())[-_TRACEBACK_CHARS:]
         texts = [f"{(e := Error.of(each, '')).text} at {e.place}" for each in errors]
-        return dataclasses.asdict(Error.of(error, text)) | {"texts": texts}
+        return {"error": dataclasses.asdict(Error.of(error, text)), "texts": texts}
 
     REQUESTS: ClassVar[dict[str, Callable[[Probe], dict[str, Any]]]] = {"state": _state}
