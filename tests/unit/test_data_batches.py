@@ -256,44 +256,13 @@ def test_own_getitem_and_own_collate_are_used(job: Job) -> None:
     assert [micros[0][0] for _, micros in _everything(batches, epochs=1)] == [[3], [2]]
 
 
-def test_micro_batches_are_read_when_asked_for_and_once(job: Job) -> None:
+def test_micro_batches_are_read_when_asked_for(job: Job) -> None:
     dataset = Recording()
     batches = Batches(job, dataset, global_batch=6, micro_batch=2, sample_randomness=False)
     step = next(iter(batches.iterate(Position(0), epochs=1)))
     assert dataset.calls == []
-    micros = iter(step)
-    next(micros)
+    next(iter(step))
     assert len(dataset.calls) == 1
-    with pytest.raises(StepError, match="read only once"):
-        iter(step)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_micro_batches_that_are_not_read_do_not_shift_the_next_step(job: Job, workers: int) -> None:
-    data, options = TensorDataset(torch.arange(12)), {"micro_batch": 2, "workers": workers}
-    batches = Batches(job, data, global_batch=6, shuffle=False, **options)
-    firsts = []
-    for step in batches.iterate(Position(0), epochs=2):
-        for micro in step:
-            firsts.append(micro.batch[0].tolist())
-            break
-    assert firsts == [[0, 1], [6, 7]] * 2
-
-
-def test_with_workers_the_micro_batches_of_a_step_are_read_in_time_or_not_at_all(job: Job) -> None:
-    data = TensorDataset(torch.arange(40))
-    batches = Batches(job, data, global_batch=4, micro_batch=2, shuffle=False, workers=1)
-    run = batches.iterate(Position(0), epochs=1)
-    first, second, third = (iter(next(run)) for _ in range(3))
-    assert next(first).batch[0].tolist() == [0, 1]
-    assert next(second).batch[0].tolist() == [4, 5]
-    with pytest.raises(StepError, match="after those of a later step"):
-        next(first)
-    assert next(second).batch[0].tolist() == [6, 7]
-    batches.iterate(Position(0, 0, 20), epochs=1).__next__()
-    with pytest.raises(StepError, match="a later one was started"):
-        next(third)
-    batches.close()
 
 
 def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:

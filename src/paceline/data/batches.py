@@ -297,8 +297,7 @@ class Batches:
         Raises:
             ConfigError: `position` is beyond the end of the epoch, or `epochs` is not an integer >= 0.
             DataError: on this rank, while iterating.
-            StepError: a later call has started to iterate; with workers also: the micro-batches of a step are
-                read after those of a later step.
+            StepError: a later call has started to iterate.
             RankDisagreement: the ranks read streams of different length.
 
         Collective: all ranks, with the same arguments. A stream adds one asynchronous reduction per step.

@@ -88,7 +88,6 @@ class MapLoader(Loader):
         self.plan = plan
         self._work = work = SampleWork(samples, plan)
         self._workers = Workers(job, work, workers, tasks=True, init=init) if workers else None
-        self._received = 0  # results of the workers
         self._moves = self._workers is not None or samples.ids_device != job.device
         self._pins = job.device.type == "cuda" and samples.ids_device.type == "cpu"
 
@@ -104,51 +103,33 @@ class MapLoader(Loader):
                 for epoch, offset, n in plan.steps(position, epochs)
                 for begin, end, _ in pieces_of(n)
             )
-            self._received = 0
-        number = 0  # of the next micro-batch
         for epoch, offset, n in plan.steps(position, epochs):
             self._refuse_unless_current(run)
             pieces = pieces_of(n)
-            micro_batches = self._micro_batches(run, number, (seed, epoch, offset), pieces)
+            micro_batches = self._micro_batches(run, (seed, epoch, offset), pieces)
             stop = offset + n
             ends = stop == plan.end(offset)
             yield PlannedStep(seed, epoch, offset, stop, n, ends, len(pieces), micro_batches)
-            number += len(pieces)
 
     def _micro_batches(
-        self, run: int, number: int, step: tuple[int, int, int], pieces: list[Piece]
+        self, run: int, step: tuple[int, int, int], pieces: list[Piece]
     ) -> Iterator[MicroBatch]:
         seed, epoch, offset = step
-        last = number + len(pieces) - 1
-        for begin, end, is_padding in pieces:
+        for number, (begin, end, is_padding) in enumerate(pieces, 1):
             self._refuse_unless_current(run)
             place = offset + begin
             if self._workers is None:
                 task = (seed, epoch, place, offset + end)
                 ids, batch = self._work.read(task, pin=self._pins)
             else:
-                ids, batch = self._take(self._workers, number)
+                drawn, batch = self._workers.get()
+                ids = torch.from_numpy(drawn)
             if self._moves:
                 batch = to_device(batch, self._device, pin=self._pins and self._workers is None)
             if not is_padding:
                 self.record_delivered(ids)
             places = range(place, offset + end)
-            yield MicroBatch(batch, places, is_last=number == last, is_padding=is_padding)
-            number += 1
-
-    def _take(self, workers: Workers, number: int) -> tuple[torch.Tensor, Any]:
-        """The result of this task. Results of earlier ones, which the loop did not read, are dropped."""
-        if self._received > number:
-            raise StepError(
-                "the micro-batches of a step were read after those of a later step.",
-                why="the loader workers read them in the order of the steps, and they are not kept.",
-                fix="read the micro-batches of each step before the next step, or use workers=0.",
-            )
-        while True:
-            ids, batch = workers.get()
-            self._received += 1
-            if self._received > number:
-                return torch.from_numpy(ids), batch
+            yield MicroBatch(batch, places, is_last=number == len(pieces), is_padding=is_padding)
 
     def close(self) -> None:
         """End the loader workers."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import ConfigError, StepError
+from paceline.errors import ConfigError
 from paceline.job import rng
 
 Int64Array = npt.NDArray[np.int64]
@@ -126,7 +126,7 @@ class PlannedStep:
         self.num_samples = num_samples
         self.ends_epoch = ends_epoch
         self.num_micro_batches = num_micro_batches
-        self._micro_batches: Iterator[MicroBatch] | None = micro_batches
+        self._micro_batches = micro_batches
 
     @property
     def next_position(self) -> Position:
@@ -136,15 +136,7 @@ class PlannedStep:
         return Position(self._seed, self.epoch, self.stop)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        micro_batches = self._micro_batches
-        if micro_batches is None:
-            raise StepError(
-                "the micro-batches of a step can be read only once.",
-                why="they are loaded ahead and not kept.",
-                fix="copy the micro-batches that you need again into a list.",
-            )
-        self._micro_batches = None
-        return micro_batches
+        return self._micro_batches
 
 
 class Permutation:

@@ -165,13 +165,16 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
+        self._refuse_second_loop()
+        return self._run_micro_batches()
+
+    def _refuse_second_loop(self) -> None:
         if self._num_begun:
             raise self._error(
                 "the loop over the micro-batches of this step has begun already.",
                 why="it gives the samples of the step once.",
-                fix="use `for batch in step` once.",
+                fix="use `for batch in step`, or `step.run`, once in each step.",
             )
-        return self._run_micro_batches()
 
     def _run_micro_batches(self) -> Iterator[Any]:
         context, planned = self._context, self._planned
@@ -701,6 +704,7 @@ class _LossRun:
 
     def begin(self) -> int:
         step = self._step
+        step._refuse_second_loop()
         step._begin_collectives()
         clock.enter(DATA)
         self._micros = list(step._planned)

@@ -13,7 +13,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +28,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import ConfigError, StepError
 from paceline.job import collectives, current_step
-from paceline.job.arguments import require_integers
+from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
 from paceline.job.job import Job, LeftLoop
 from paceline.job.preemption import Preempted, notice
@@ -248,8 +247,8 @@ class Training:
                 where=self.job.where(),
                 fix="call it before the loop.",
             )
-        if flops is not None and not _is_positive(flops):
-            raise ConfigError(f"flops must be a number above 0, got {flops!r}.")
+        if flops is not None:
+            require_positive(flops=flops)
         self._report.open(folder, progress=progress, loggers=loggers, flops=flops)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
@@ -708,10 +707,6 @@ class Training:
         self._finish()
         preempted.step = self.number
         self._log_preempted(preempted)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, Real) and 0 < float(value) < math.inf
 
 
 def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
