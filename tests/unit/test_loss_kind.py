@@ -12,8 +12,8 @@ from paceline.errors import StepError
 from paceline.parallel.loss_graph import discard_gradients
 from paceline.training.weight import (
     as_sum,
-    check_count,
     check_loss,
+    checked_count,
     has_no_gradient,
     reported_count,
 )
@@ -94,7 +94,7 @@ def test_a_sum_over_no_tokens_keeps_the_gradient_of_a_penalty() -> None:
 def test_a_count_on_a_device_is_not_read() -> None:
     count = torch.tensor(4, device="meta")  # whose value cannot be read
     assert not has_no_gradient(NAN, count, "mean")
-    check_count(count, 3, "tokens", str)
+    checked_count(count, 3, "tokens", str)
 
 
 def test_discarded_gradients_are_zeros_until_the_hooks_are_removed() -> None:

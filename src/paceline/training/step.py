@@ -9,7 +9,6 @@ ranks.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -356,30 +355,11 @@ class Step:
             raise StepError(
                 f'reduction must be "sum" or "mean", got {reduction!r}.', where=self._where()
             )
-        if count is None:
-            count = weight.default_count(micro.count, context.count_unit, self._where)
-        elif not isinstance(count, torch.Tensor):
-            try:
-                count = operator.index(count)  # numpy's integers too
-            except TypeError:
-                raise StepError(
-                    f"count must be an integer or a tensor of shape (), got {count!r}.",
-                    where=self._where(),
-                    fix="pass the number of tokens in the loss; for samples leave `count` out.",
-                ) from None
-        elif count.numel() != 1:
-            raise StepError(
-                f"count must be an integer or a tensor of shape (), got shape {tuple(count.shape)}.",
-                where=self._where(),
-                fix="pass the sum of the counts: count.sum().",
-            )
-        else:
-            count = count.reshape(())
+        number = weight.checked_count(count, micro.count, context.count_unit, self._where)
         if self.number < context.check_losses_until:
-            known = int(count) if weight.is_on_host(count) else None
+            known = int(number) if weight.is_on_host(number) else None
             weight.check_loss(loss, known, reduction, self._where)
-        weight.check_count(count, micro.count, context.count_unit, self._where)
-        return count
+        return number
 
     def _start_and_logged(
         self,

@@ -13,6 +13,7 @@ The number of tokens of a step is known only after its last micro-batch. So back
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -85,20 +86,57 @@ def zero_count_error(step: int, where: str = "") -> StepError:
     )
 
 
-def default_count(samples: int, count_unit: str, where: Callable[[], str]) -> int:
-    """The count of a loss for which none was given.
+def checked_count(
+    count: Any, samples: int, count_unit: str, where: Callable[[], str]
+) -> int | torch.Tensor:
+    """The count of a loss: as given, an integer or a tensor of shape (); by default the number of samples.
+
+    A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
 
     Raises:
-        StepError: the loss is weighed by tokens.
+        StepError: it is missing, although the loss is weighed by tokens; it is not one number; it does not
+            fit a micro-batch of `samples`.
     """
-    if count_unit == "samples":
-        return samples
-    raise StepError(
-        "the loss has no count.",
-        where=where(),
-        why='with count="tokens" the number of tokens of a micro-batch is not known.',
-        fix="pass count=, the number of tokens in the loss.",
-    )
+    if count is None:
+        if count_unit == "samples":
+            return samples
+        raise StepError(
+            "the loss has no count.",
+            where=where(),
+            why='with count="tokens" the number of tokens of a micro-batch is not known.',
+            fix="pass count=, the number of tokens in the loss.",
+        )
+    number: int | torch.Tensor
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1:
+            raise StepError(
+                f"count must be an integer or a tensor of shape (), got shape {tuple(count.shape)}.",
+                where=where(),
+                fix="pass the sum of the counts: count.sum().",
+            )
+        number = count.reshape(())
+    else:
+        try:
+            number = operator.index(count)  # numpy's integers too
+        except TypeError:
+            raise StepError(
+                f"count must be an integer or a tensor of shape (), got {count!r}.",
+                where=where(),
+                fix="pass the number of tokens in the loss; for samples leave `count` out.",
+            ) from None
+    if count_unit == "tokens" and not is_on_host(number):
+        return number
+    if not number >= 0:
+        raise StepError(f"count must be 0 or more, got {number}.", where=where(), count=number)
+    if count_unit == "samples" and number != samples:
+        raise StepError(
+            f"count is {number}, but this micro-batch holds {samples} samples.",
+            where=where(),
+            fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`. A collate '
+            "function must keep all samples: leave unwanted ones out of the dataset or the sampler.",
+            count=number,
+        )
+    return number
 
 
 def as_sum(
@@ -209,24 +247,3 @@ def _targets_per_sample(node: Any, count: int) -> float:
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored
     numbers = (targets.reshape(count, -1) != ignored).sum(1)
     return float(numbers[0]) if bool((numbers == numbers[0]).all()) else math.nan
-
-
-def check_count(
-    count: int | torch.Tensor, samples: int, count_unit: str, where: Callable[[], str]
-) -> None:
-    """Raise StepError unless `count` fits a micro-batch of `samples`.
-
-    A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
-    """
-    if count_unit == "tokens" and not is_on_host(count):
-        return
-    if not count >= 0:
-        raise StepError(f"count must be 0 or more, got {count}.", where=where(), count=count)
-    if count_unit == "samples" and count != samples:
-        raise StepError(
-            f"count is {count}, but this micro-batch holds {samples} samples.",
-            where=where(),
-            fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`. A collate '
-            "function must keep all samples: leave unwanted ones out of the dataset or the sampler.",
-            count=count,
-        )
