@@ -208,14 +208,14 @@ def _wrong(job: Any, kind: str) -> None:
     first, _ = training.optimizers
     for step in training.steps(until=2):
         for x, y in step:
-            loss = F.cross_entropy(model(x), y, reduction="sum")
+            loss = F.cross_entropy(model(x), y)
             if kind == "zero_grad":
                 first.zero_grad()
             if kind.startswith("twice"):
                 for optimizer in training.optimizers:
-                    step.backward(loss, optimizer=optimizer, reduction="sum")
+                    step.backward(loss, optimizer=optimizer)
             else:
-                step.backward(loss, reduction="sum")
+                step.backward(loss)
         if kind == "step":
             first.step()
         step.update()

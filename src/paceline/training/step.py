@@ -295,6 +295,8 @@ class Step:
             raise self._error(
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
+        # First: the graph of a loss whose backward has run cannot be read.
+        self._refuse_backward(loss, records, optimizer)
         count = self._checked_count(loss, count, reduction, micro)
         reduction = reduction or "mean"
         if records[0].begun is not None and records[0].begun.grad is None:
@@ -303,7 +305,6 @@ class Step:
                 why="the loop calls optimizer.zero_grad(), or sets p.grad, between them.",
                 fix="leave it out: `step.update()` clears the gradients.",
             )
-        self._refuse_backward(loss, records, optimizer)
         for record in records:
             record.needs_backward = False
             record.backwards += 1
