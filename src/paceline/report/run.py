@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from paceline.metrics.json_lines import METRICS, OWN_NAMES
 
 _POINTS = 600  # of a curve
 _WINDOWS = 240  # in a chart
-_RUN = re.compile(rb'\{"step": \d+, "run"')  # a line that describes the run
+_RUN = b'"run": {'  # in a line that describes the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,16 +170,19 @@ class _File:
 
 def _read_lines(path: Path, newest: int | None) -> _File | None:
     """The lines of a file, or the newest ones behind those that describe the run; None without a file."""
+    described: list[bytes] = []
+    others: deque[bytes] = deque(maxlen=newest)
+    is_torn = False
     try:
         with path.open("rb") as file:
             written = os.fstat(file.fileno()).st_mtime
-            *lines, torn = file.read().split(b"\n")
+            for line in file:
+                is_torn = not line.endswith(b"\n")
+                if not is_torn:
+                    (described if newest and _RUN in line else others).append(line)
     except FileNotFoundError:
         return None
-    if newest is not None:
-        described = [line for line in lines[:-newest] if _RUN.match(line)]
-        lines = [*described, *lines[-newest:]]
-    return _File(path.name, lines, bool(torn), written)
+    return _File(path.name, [*described, *others], is_torn, written)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

@@ -161,12 +161,7 @@ def _ranks(run: Run) -> Iterator[Section]:
         slow = [f"{each.title}." for each in run.findings if each.kind == "straggler"]
         text += slow or ["No rank holds up the others."]
     if len(ranks) > len(shown):
-        quantiles = sorted(own)
-        low, high = quantiles[len(own) // 10], quantiles[-1 - len(own) // 10]
-        text.append(
-            f"The {len(shown)} slowest of {len(ranks)} ranks are shown. The own work of 80 % of all ranks "
-            f"takes {_ms(low)} to {_ms(high)} ms of a step."
-        )
+        text.append(f"The {len(shown)} slowest of {len(ranks)} ranks are shown.")
     values = [
         {"row": str(rank), "ms": 1e3 * whole.spent_s[phase][rank] / whole.steps, **_phase(phase)}
         for rank in shown
