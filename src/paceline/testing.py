@@ -97,7 +97,12 @@ def run_failing_ranks(
     """
     store = serve_here(timedelta(seconds=timeout_s))
     outcomes = run_outcomes(
-        function, args, nproc=nproc, timeout_s=timeout_s, deadline_s=deadline_s, store=store
+        function,
+        args,
+        nproc=nproc,
+        deadline_s=deadline_s,
+        options={"timeout_s": timeout_s},
+        store=store,
     )
     seen = dist.PrefixStore("paceline/0", store)
     unused = [fault for n, fault in enumerate(faults) if not seen.check([f"fault/{n}"])]

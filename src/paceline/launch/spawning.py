@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -106,16 +106,8 @@ def spawn(
 
     Collective: none.
     """
-    outcomes = run_outcomes(
-        function,
-        args,
-        nproc=nproc,
-        seed=seed,
-        device=device,
-        timeout_s=timeout_s,
-        deadline_s=deadline_s,
-        mesh=mesh,
-    )
+    options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
+    outcomes = run_outcomes(function, args, nproc=nproc, deadline_s=deadline_s, options=options)
     failed = [o for o in outcomes if o.error is not None]
     if failed:
         crash = find_first_failure(o.failure for o in failed if o.failure is not None)
@@ -146,17 +138,17 @@ def run_outcomes(
     args: tuple[Any, ...],
     *,
     nproc: int,
-    seed: int = 0,
-    device: str | None = None,
-    timeout_s: float = 600.0,
-    deadline_s: float | None = None,
-    mesh: Mesh | None = None,
+    deadline_s: float | None,
+    options: Mapping[str, Any],
     store: dist.TCPStore | None = None,
 ) -> list[RankResult]:
     """As `spawn`, but return the outcome of each rank instead of raising.
 
-    `store` is for the rendezvous of the ranks; None creates one.
+    Args:
+        options: Arguments of `join`, with a `timeout_s`.
+        store: For the rendezvous of the ranks; None creates one.
     """
+    timeout_s = options["timeout_s"]
     require_integers(1, nproc=nproc)
     require_positive(timeout_s=timeout_s)
     if deadline_s is not None:
@@ -166,7 +158,6 @@ def run_outcomes(
     if store is None:
         store = serve_here(timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
-    options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as name:
         folder = Path(name)
@@ -195,11 +186,10 @@ def _collect(
     deadline = math.inf if deadline_s is None else began + deadline_s
     while True:
         for rank, process in enumerate(processes):
-            has_ended = (
-                process.exitcode is not None
-            )  # before the look at its file, which is then the last
+            # Read before the look at its file, which is then the last one.
+            has_ended = process.exitcode is not None
             if rank not in outcomes and (folder / str(rank)).exists():
-                outcomes[rank] = _read(rank, (folder / str(rank)).read_bytes())
+                outcomes[rank] = cloudpickle.loads((folder / str(rank)).read_bytes())
             elif rank not in outcomes and has_ended:
                 outcomes[rank] = _early_end(rank, process)
         running = [rank for rank in range(len(processes)) if rank not in outcomes]
@@ -214,15 +204,6 @@ def _collect(
                 outcomes[rank] = _unfinished(rank, processes[rank], folder, after_s)
         else:
             wait([processes[rank].sentinel for rank in running], timeout=_POLL_S)
-
-
-def _read(rank: int, data: bytes) -> RankResult:
-    try:
-        found: RankResult = cloudpickle.loads(data)
-    except Exception as error:  # it needs a module that only the rank could import
-        failed = LaunchFailed(f"the outcome of rank {rank} cannot be read: {error!r}.", rank=rank)
-        return RankResult(rank, error=failed)
-    return found
 
 
 def _unfinished(rank: int, process: BaseProcess, folder: Path, after_s: float) -> RankResult:
@@ -310,7 +291,9 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     return environ
 
 
-def _serve(folder: Path, payload: bytes, environ: dict[str, str], options: dict[str, Any]) -> None:
+def _serve(
+    folder: Path, payload: bytes, environ: dict[str, str], options: Mapping[str, Any]
+) -> None:
     """The main function of each rank's process."""
     rank = int(environ["RANK"])
     stacks = (folder / f"{rank}.stacks").open("w")
