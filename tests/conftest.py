@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import paceline
+
 SHM = Path("/dev/shm")
 GPU_TESTS = Path(__file__).with_name("gpu")
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest; torch's compiler
@@ -86,3 +88,10 @@ def _leaves_nothing() -> Iterator[None]:
     os.environ.update(environ)
     torch.set_num_threads(min(before["torch threads"]))
     assert not any(left.values()), f"left behind: { {k: v for k, v in left.items() if v} }"
+
+
+@pytest.fixture
+def job() -> Iterator[paceline.Job]:
+    """A job of this process alone."""
+    with paceline.join(seed=7) as job:
+        yield job

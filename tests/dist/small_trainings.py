@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -19,6 +20,15 @@ import paceline
 from paceline.errors import PacelineError
 
 MESSAGES = Path(__file__).parents[1] / "data/messages"
+
+
+def record_log() -> list[str]:
+    """What Paceline logs in this process from now on."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    return texts
 
 
 def make_data(n: int = 22, dtype: torch.dtype = torch.float32) -> TensorDataset:

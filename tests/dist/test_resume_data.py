@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_trainings import refusals
+from small_trainings import record_log, refusals
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
@@ -87,17 +86,8 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, nproc: int) -> None
             assert "inside epoch 0" in text
 
 
-def _messages() -> list[str]:
-    """What Paceline logs from now on."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    return texts
-
-
 def _settings(job: Any, folder: str) -> str:
-    texts = _messages()
+    texts = record_log()
     _train(job, folder, _Items(100, 2.0), 6, global_batch=20, precision="bf16")
     return "\n".join(texts)
 
@@ -125,7 +115,7 @@ def _scheduled(job: Any, folder: Path, how: str) -> str:
     )
     if how == "kept":
         training.keep(scheduler=scheduler)
-    texts = _messages()
+    texts = record_log()
     training.resume()
     for step in training.steps(until=training.number + 3):
         for (x,) in step:

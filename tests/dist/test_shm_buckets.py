@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from small_trainings import record_log
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -119,10 +119,7 @@ def test_bits_are_the_same_as_with_copies(nproc: int) -> None:
 
 
 def _refused(job: Job) -> tuple[str, dict[str, tuple[str, int]], list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
+    messages = record_log()
 
     def full(storage: Any) -> None:
         raise RuntimeError("No space left on device (28)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,6 @@ from paceline.errors import ConfigError
 
 DATA = TensorDataset(torch.zeros(8, 2), torch.zeros(8))
 call: Any = paceline  # wrong calls are wanted here
-
-
-@pytest.fixture
-def job() -> Iterator[paceline.Job]:
-    with paceline.join() as job:
-        yield job
 
 
 def wrapped_linear(job: paceline.Job) -> torch.nn.Module:

@@ -35,12 +35,6 @@ from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job.job import Job
 
 
-@pytest.fixture
-def job() -> Any:
-    with paceline.join(seed=3) as job:
-        yield job
-
-
 def _state(fill: float = 1.0) -> dict[str, Any]:
     return {
         "models": [

@@ -33,12 +33,6 @@ with open(sys.argv[1], "r+") as file:
 """
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with paceline.join(seed=1) as job:
-        yield job
-
-
 @pytest.fixture(params=["disk", "object store"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "disk":

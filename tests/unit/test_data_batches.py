@@ -39,13 +39,6 @@ from paceline.errors import ConfigError, DataError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
 
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with paceline.join(seed=7) as job:
-        yield job
-
-
 START = Position(7)
 
 

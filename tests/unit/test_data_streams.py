@@ -28,12 +28,6 @@ from paceline.job.job import Job
 START = Position(7)
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with paceline.join(seed=7) as job:
-        yield job
-
-
 class Whole(IterableDataset):  # type: ignore[type-arg]
     """A stream that shuffles in a buffer, so that each item depends on all draws before it."""
 

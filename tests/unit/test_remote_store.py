@@ -23,12 +23,6 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYplanted"
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    with paceline.join(seed=3) as job:
-        yield job
-
-
-@pytest.fixture
 def url() -> Iterator[str]:
     _clear()
     yield "memory://remote"
