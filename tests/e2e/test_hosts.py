@@ -356,6 +356,22 @@ def test_a_cut_cable_costs_nothing_if_it_is_short_and_a_restart_if_not(tmp_path:
 
 
 @pytest.mark.slow
+def test_a_signal_ends_a_node_whose_rendezvous_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GOES_ON)
+    with hosts(2) as made:
+        words = ["run", "--nnodes=2", f"--host={made.address(0)}", "train.py"]
+        host, other = [made.start(n, words, tmp_path) for n in range(2)]
+        _wait_world(tmp_path / "stepnode1", 2)
+        made.cut(0)
+        time.sleep(2)  # its launcher has asked the rendezvous meanwhile
+        other.terminate()
+        end = finish(other, 20)
+        assert end.code == 143, end
+        host.terminate()
+        finish(host)
+
+
+@pytest.mark.slow
 def test_a_node_that_is_killed_comes_back_and_a_late_one_joins(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GOES_ON)
     step = tmp_path / "stepnode0"
