@@ -192,15 +192,10 @@ class Plateau(paceline.Callback):
     def on_fit_start(self, training: paceline.Training) -> None:
         (optimizer,) = training.optimizers
         self.scheduler = ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        training.keep(scheduler=self.scheduler)
 
     def on_evaluation_end(self, training: Any, step: Any, evaluation: Any) -> None:
         self.scheduler.step(evaluation.loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
 
 
 def _fit_with_plateau(job: Any, folder: str) -> list[float]:
