@@ -254,7 +254,8 @@ class Supervisor:
         self._memory = read_memory()
         count = range(self._options.nproc)
         variables = {local_rank: self._variables(local_rank) for local_rank in count}
-        logs = self._make_logs(variables) if self._options.uses_logs else None
+        # Makes the folders of torch's log options, and adds the variable of the error file.
+        logs = self._logs.reify(variables) if self._options.uses_logs else None
         specs = [self._spec(local_rank, variables[local_rank]) for local_rank in count]
         if logs is not None:
             specs = [self._with_logs(spec, logs) for spec in specs]
@@ -383,10 +384,6 @@ class Supervisor:
         if not args.log_dir:
             self._local_ranks.say(f"logs are in {specs.root_log_dir}")
         return specs
-
-    def _make_logs(self, variables: dict[int, dict[str, str]]) -> Any:
-        """Make the folders of torch's log options; adds the variable of the error file."""
-        return self._logs.reify(variables)
 
     def _with_logs(self, spec: RankSpec, logs: Any) -> RankSpec:
         """Apply torch's log options: files and tees."""
