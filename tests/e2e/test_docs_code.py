@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 x = torch.randn(64, 20)
 train = test = dataset = TensorDataset(x, x[:, :4].argmax(1))
-text = torch.arange(1000)
+get_batch = lambda split: (torch.randn(12, 20), torch.zeros(12, dtype=torch.int64))
 is_best, waited, tokens, step = True, 0.1, 5, 1300
 pad = default_collate
 cosine = lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 10)
