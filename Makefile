@@ -84,7 +84,6 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/layouts.py
-	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/gpu.py
@@ -98,7 +97,6 @@ bench-all: bench
 	$(BIN)/python benchmarks/restarts.py --kinds preempt
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/probe.py
-	$(BIN)/python benchmarks/claims.py
 
 clean:
 	rm -rf $(VENV) runs dist build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,7 +42,7 @@ class Images(Dataset):  # type: ignore[type-arg]
 class Side:
     """One training whose steps are timed in rounds."""
 
-    def __init__(self, job: Any, make: Callable[[], paceline.Batches]) -> None:
+    def __init__(self, job: Any, make: Callable[[], paceline.Batches], until: int) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
         net(torch.zeros(1, 3, 32, 32))
@@ -50,7 +50,7 @@ class Side:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.batches = make()
         self.training = paceline.Training(job, self.model, optimizer, self.batches)
-        self.steps: Iterator[Any] = iter(self.training.steps())
+        self.steps: Iterator[Any] = self.training.steps(until=until)
 
     def round(self, count: int) -> tuple[float, float]:
         """Run `count` steps; returns the median time of a step, and of waiting for data in it, in seconds."""
@@ -79,16 +79,14 @@ def measure(job: Any, workers: int, rounds: int, steps: int) -> list[dict[str, A
         given = DataLoader(data, batch_size=MICRO_BATCH, num_workers=workers, **options)
         return paceline.Batches(job, given, **common)
 
-    sides = {
-        "dataset": Side(
-            job,
-            lambda: paceline.Batches(job, data, micro_batch=MICRO_BATCH, workers=workers, **common),
+    makers = {
+        "dataset": lambda: paceline.Batches(
+            job, data, micro_batch=MICRO_BATCH, workers=workers, **common
         ),
-        "DataLoader": Side(job, lambda: loader(shuffle=True)),
-        "weighted sampler": Side(
-            job, lambda: loader(sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE))
-        ),
+        "DataLoader": lambda: loader(shuffle=True),
+        "weighted sampler": lambda: loader(sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE)),
     }
+    sides = {name: Side(job, make, (rounds + 1) * steps) for name, make in makers.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
@@ -96,8 +94,7 @@ def measure(job: Any, workers: int, rounds: int, steps: int) -> list[dict[str, A
             if number:  # the first round warms up
                 found[name].append(result)
     for side in sides.values():
-        side.steps.close()  # type: ignore[attr-defined]
-        job.settle()
+        next(side.steps, None)  # ends the loop normally
         side.batches.close()
     rows = []
     for name, results in found.items():

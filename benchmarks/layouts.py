@@ -139,7 +139,7 @@ def by_paceline(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple
 
     def step() -> paceline.StepLoss:
         each = next(steps)
-        each.run(loss_of)
+        each.run(loss_of, reduction="sum")
         each.update()
         return each.loss
 

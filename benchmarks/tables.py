@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).with_name("results")
-
 
 def publish(
     name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool = False, **about: Any
