@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint import codec
+from paceline.checkpoint import codec, manager
+from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.owner import RECORD
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest
 from paceline.errors import (
@@ -442,6 +443,21 @@ def test_ranks_save_to_storage_without_rename_and_resume_from_it(tmp_path: Path)
     names = [RECORD, "damaged-3", "parts", "step-2", "step-3", "step-4"]
     assert sorted(os.listdir(tmp_path / "a")) == names
     assert len(os.listdir(tmp_path / "a/parts")) == 4
+
+
+def _read_on_a_bad_host(job: Any, folder: str) -> None:
+    if job.rank == 1:
+        manager.read = lambda *_: (_ for _ in ()).throw(Damaged("rank-0.bin differs"))
+    _training(job, folder).resume()
+
+
+def test_a_checkpoint_that_only_one_host_reads_as_damaged_stays(tmp_path: Path) -> None:
+    run_ranks(_saves_once, str(tmp_path), nproc=2)
+    first, *others = run_failing_ranks(_read_on_a_bad_host, str(tmp_path), nproc=2)
+    assert isinstance(first.error, CheckpointError), first.text
+    assert "rank 1 reads step 1" in str(first.error)
+    assert all(isinstance(each.error, PeerFailed) for each in others)
+    assert (tmp_path / "step-1").is_dir()
 
 
 def _remote(job: Any, folder: str, until: int) -> list[int]:

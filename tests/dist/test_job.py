@@ -25,6 +25,7 @@ from paceline.errors import (
     LaunchFailed,
     PeerFailed,
     RankDisagreement,
+    StepError,
 )
 from paceline.job import collectives
 from paceline.job.devices import choose_backend, choose_device
@@ -191,6 +192,27 @@ def _leaves(job: Any) -> list[Any]:
     job.leave()  # once more does nothing
     after = [os.environ.get("GLOO_SOCKET_IFNAME"), dist.is_initialized(), job.alive]
     return [*inside, *after, sys.excepthook is hook.before]
+
+
+def _calls_after_leaving(job: Any) -> list[str]:
+    job.leave()
+    errors = []
+    for call in (
+        lambda: paceline.gather(job, 1),
+        lambda: paceline.agree(job, "a value", 1),
+        lambda: paceline.sum_over_ranks(job, 1),
+        lambda: paceline.on_rank0(job, dict),
+    ):
+        with pytest.raises(StepError) as caught:
+            call()
+        errors.append(caught.value.what)
+    return errors
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_job_that_was_left_makes_no_calls(nproc: int) -> None:
+    for errors in run_ranks(_calls_after_leaving, nproc=nproc):
+        assert errors == ["this job has been left."] * 4
 
 
 def test_leaving_undoes_all_changes_of_the_process() -> None:

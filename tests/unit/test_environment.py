@@ -166,7 +166,7 @@ IPV6 = {"PMIX_NAMESPACE": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::1]:45
         *(
             (launcher | {"MASTER_ADDR": host, "MASTER_PORT": port}, ADDRESS, "are not an address")
             for launcher in (TORCHRUN, OPEN_MPI, SLURM)
-            for host, port in (("", "29500"), ("10.0.0.1", "70000"), ("a", "-1"))
+            for host, port in (("", "29500"), ("10.0.0.1", "70000"), ("a", "0"))
         ),
         *(
             (_without(TORCHRUN, name), [name], name)

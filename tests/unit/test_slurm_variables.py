@@ -92,6 +92,11 @@ def test_what_a_process_is(launcher: str, script: str, variables: dict[str, str]
     assert _meaning(slurm.read_rank, variables) == script
 
 
+def test_a_program_in_a_shell_of_srun_with_pmi_is_alone() -> None:
+    variables = PTY | {"PMI_RANK": "0", "PMI_SIZE": "2"}  # MpiDefault=pmi2
+    assert environment.read(variables).launcher == "none"
+
+
 def test_a_rank() -> None:
     info = environment.read(PER_RANK)
     assert (info.launcher, info.rank, info.world_size) == ("slurm", 2, 3)

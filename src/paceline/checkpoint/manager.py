@@ -6,6 +6,7 @@ is in flight. Only a committed checkpoint whose bytes match their digests is loa
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -28,6 +29,7 @@ from paceline.checkpoint.store import (
     remove,
     sweep,
     unused_name,
+    verify,
 )
 from paceline.checkpoint.writer import Buffer, Content, Save, SaveOutcome, Staging
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
@@ -327,15 +329,15 @@ class Checkpoints:
             has = step in committed(self._store)
             collectives.agree(job, "checkpoint to resume", has, where=where, fix=fix)
             state, generators, why = self._read(job, step, like, wants)
-            whys = [w for w in collectives.gather(job, why) if w]
-            if not whys:
+            damage = {rank: w for rank, w in enumerate(collectives.gather(job, why)) if w}
+            if not damage:
                 if generators is not None:  # None if fewer ranks have saved it
                     rng.restore(job.device, generators)
                 self.last_saved = step
                 self._last_begun = time.monotonic()
                 return state
             damaged.append(step)
-            collectives.on_rank0(job, lambda: self._set_damaged_aside(step, whys[0]))  # noqa: B023 - runs now
+            collectives.on_rank0(job, lambda: self._set_damaged_aside(step, damage))  # noqa: B023 - runs now
 
     def _read(
         self,
@@ -376,7 +378,17 @@ class Checkpoints:
             path=str(self.folder),
         )
 
-    def _set_damaged_aside(self, step: int, why: str) -> None:
+    def _set_damaged_aside(self, step: int, damage: dict[int, str]) -> None:
+        """Rename a checkpoint that is damaged, unless only some hosts see it so."""
+        (rank, why), *_ = damage.items()
+        with contextlib.suppress(Damaged):
+            verify(self._store, read_manifest(self._store, step))
+            raise CheckpointError(
+                f"rank {rank} reads step {step} in {self.folder} as damaged ({why}); rank 0 reads it whole.",
+                why="the memory of that rank's host is faulty, or its view of the folder is old.",
+                fix="start the job again, without that host if it happens again.",
+                path=str(self.folder),
+            )
         name = f"damaged-{step}"
         if name in self._store.names():
             name = unused_name(self._store, name)

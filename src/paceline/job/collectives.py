@@ -43,6 +43,7 @@ def gather(
 
     Collective: all ranks, same order as the job's other collectives.
     """
+    job.refuse_if_left()
     if job.exchange is None:
         return [json.loads(json.dumps(value))]
     return job.exchange.gather(call, value, fix=fix, has_timeout=has_timeout)
@@ -55,6 +56,7 @@ def gather_tensors(
 
     Collective: all ranks, same order as the job's other collectives. See `gather`.
     """
+    job.refuse_if_left()
     # The clone of a tensor of one element has a stride of 1, as `view` needs it.
     tensors = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in own]
     if job.exchange is None:
@@ -145,7 +147,8 @@ def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    refuse_different_values(what, gather(job, value), where=where, fix=fix)
+    values = gather(job, value, call=f"agree({what!r})")
+    refuse_different_values(what, values, where=where, fix=fix)
     return value
 
 
@@ -160,6 +163,7 @@ def on_rank0(job: Job, action: Callable[[], T]) -> T:
 
     Collective: all ranks, same order as the job's other collectives.
     """
+    job.refuse_if_left()
     if job.exchange is None:
         return action()
     reply: dict[str, Any] = {}

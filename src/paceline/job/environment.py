@@ -88,7 +88,9 @@ def _refuse_partial(
     have = [name for name in names if name in environ]
     missing = [name for name in names if name not in environ]
     # Inside a Slurm step or torchrun some variables of an outer MPI may be set; they do not apply here.
-    inner = all(name in environ for name in TORCHRUN) or slurm.in_step(environ)
+    # A shell of `srun --pty` has the variables of its own step.
+    inner = all(name in environ for name in TORCHRUN)
+    inner = inner or slurm.in_step(environ) or slurm.is_pty_shell(environ)
     if missing and any(name in environ for name in required_by) and not inner:
         raise ConfigError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "
@@ -257,7 +259,7 @@ def _named_master(environ: Mapping[str, str]) -> str | None:
     if not have:
         return None
     host, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
-    if not host or not 0 <= port < 1 << 16:
+    if not host or not 1 <= port < 1 << 16:
         raise ConfigError(
             f"MASTER_ADDR={host!r} and MASTER_PORT={port} are not an address.",
             fix="set them to the host of rank 0, and a port from 1 to 65535 that is free there.",

@@ -210,7 +210,7 @@ class Exchange:
         headers = []
         for row in pending.rows:
             call, step, size = _HEADER.unpack(row[: _HEADER.size].numpy().tobytes())
-            headers.append(Header(call.rstrip(b"\0").decode(), step, size))
+            headers.append(Header(call.rstrip(b"\0").decode(errors="replace"), step, size))
         own = headers[self._rank]
         if any(header[:2] != own[:2] for header in headers):
             raise disagreement(headers, self._rank, fix=fix)

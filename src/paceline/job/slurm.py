@@ -48,20 +48,20 @@ class SlurmStep:
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether a process with these variables is a task of a step.
 
-    A shell of `salloc` or `srun --pty`, and the script of `sbatch`, are none.
+    A shell of `salloc` or `srun --pty`, and the script of `sbatch`, are not tasks.
     """
     step = environ.get("SLURM_STEP_ID", "")
     has_all = all(name in environ for name in NEEDED) and step.isdigit()
-    return has_all and int(step) < _FIRST_SPECIAL_STEP and not _is_typed(environ)
+    return has_all and int(step) < _FIRST_SPECIAL_STEP and not is_pty_shell(environ)
 
 
-def _is_typed(environ: Mapping[str, str]) -> bool:
+def is_pty_shell(environ: Mapping[str, str]) -> bool:
     """Whether a shell of `srun --pty` started this process.
 
     The shell is the first task of its step, and the others have ended. A program that `srun --pty` starts
     itself is a task as usual.
     """
-    is_first = "SLURM_PTY_PORT" in environ and environ["SLURM_PROCID"] == "0"
+    is_first = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
     return is_first and environ.get("SLURM_TASK_PID") != str(os.getpid())
 
 

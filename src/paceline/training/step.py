@@ -73,7 +73,7 @@ class StepContext:
     skips_non_finite: bool = False
     num_skipped: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
-    _start_for: tuple[float, torch.dtype] | None = None
+    _start_for: tuple[float, torch.dtype, torch.device] | None = None
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
@@ -88,7 +88,7 @@ class StepContext:
         # instead. Here it would make fp16 gradients larger by the number of ranks, so that they overflow.
         undo = 1 if self.precision.scales else self.strategy.divisor
         on_host = 1 if isinstance(count, torch.Tensor) else count
-        key = (undo * on_host / divisor, loss.dtype)
+        key = (undo * on_host / divisor, loss.dtype, loss.device)
         if self._start is None or key != self._start_for:
             self._start = torch.full((), key[0], dtype=loss.dtype, device=loss.device)
             self._start_for = key
@@ -439,7 +439,8 @@ class Step:
             factor = self._factor(record)
             if factor is not None:
                 parts = [local(p.grad) for p in record.trained.parameters if p.grad is not None]
-                torch._foreach_mul_(parts, factor)
+                if parts:  # with `cpu_offload` of FSDP they are on the host
+                    torch._foreach_mul_(parts, factor.to(parts[0].device))
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
         """What `start_of` has left out of the gradients of an optimizer, shape (); None for 1."""
