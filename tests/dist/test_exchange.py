@@ -184,7 +184,7 @@ def test_all_ranks_know_who_called_what(rank: int) -> None:
     assert "ranks 0 and 2 left the training loop after step 4, rank 1 did not" in text
 
 
-def _comes_at_the_grace(job: Any) -> int:
+def _arrives_at_the_timeout(job: Any) -> int:
     for _ in range(8):
         if job.rank == 0:
             time.sleep(0.5)  # when the first wait of the others times out
@@ -193,4 +193,4 @@ def _comes_at_the_grace(job: Any) -> int:
 
 
 def test_a_rank_that_comes_at_the_end_of_a_wait_is_no_error() -> None:
-    assert run_ranks(_comes_at_the_grace, nproc=3) == [0, 1, 2]
+    assert run_ranks(_arrives_at_the_timeout, nproc=3) == [0, 1, 2]

@@ -343,7 +343,7 @@ def test_a_resume_around_frozen_parameters_is_bit_equal(first: range, second: ra
         assert digest(resumed) == digest(straight)
 
 
-def test_what_was_pinned_is_given_back() -> None:
+def test_threads_and_determinism_are_restored() -> None:
     assert run_ranks(_restores, nproc=2) == [(True, False, 2)] * 2
 
 

@@ -18,7 +18,7 @@ from paceline import Job
 from paceline.errors import ConfigError, LaunchFailed
 
 
-def _stand_about() -> None:
+def _sleep() -> None:
     time.sleep(60)
 
 
@@ -26,7 +26,7 @@ def _fail_beside_a_sleeper(job: Job) -> None:
     if job.rank == job.world_size - 1:
         raise ValueError("the cause")
     if job.rank == 0:
-        _stand_about()
+        _sleep()
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_a_failure_is_raised_rather_than_who_waits_for_it() -> None:
 def _leave_beside_a_sleeper(job: Job) -> None:
     if job.rank == 1:
         os._exit(0)
-    _stand_about()
+    _sleep()
 
 
 @pytest.mark.ci
@@ -50,7 +50,7 @@ def test_a_rank_that_ends_without_an_error_is_named_rather_than_one_that_is_ende
 
 class Sleepy(Dataset[int]):
     def __getitem__(self, index: int) -> int:
-        _stand_about()
+        _sleep()
         return index
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ def _assert_shown(error: BaseException, sleeper: int) -> None:
     notes = getattr(error, "__notes__", [])
     (note,) = [note for note in notes if note.startswith(f"on rank {sleeper}:")]
     assert "in _one_sleeps" in note
-    assert "in _stand_about" in note  # of its loader worker
+    assert "in _sleep" in note  # of its loader worker
 
 
 def _exits(job: Job, code: object) -> None:

@@ -131,7 +131,7 @@ def _padding(job: Any) -> tuple[list[bool], int]:
     return padding, real
 
 
-def _loop_andrun_loop(job: Any) -> list[str]:
+def _loop_and_run(job: Any) -> list[str]:
     """The weights after a loop over micro-batches, and after `step.run` with each kind of result."""
     found = []
     for kind in ("loop", "sum", "pair"):
@@ -159,7 +159,7 @@ def _results(job: Any) -> dict[str, Any]:
         "dropout": run_loop(small_training(job, dropout=0.5, micro_batch=1), epochs=2),
         "gan": _gan(job),
         "loss before update": _loss_before_update(job),
-        "step.run": _loop_andrun_loop(job),
+        "step.run": _loop_and_run(job),
         "padding": _padding(job),
     }
     for precision in ("fp32", "bf16", "fp16"):

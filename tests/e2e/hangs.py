@@ -6,10 +6,13 @@ rank 1 is, or the rank that the kind names, for which they wait.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from launching import start
+
+_REPORT_S = 100.0  # below pytest's limit: the processes are ended, and the output is shown
 
 PLAIN = """
 import os, queue, re, signal, socket, sys, threading, time
@@ -125,7 +128,7 @@ finally:
     FINALLY
 """
 _RAISED = "raised KeyError: 'label 7' at train.py:{STUCK} in load, and still runs a"
-_RUDE = """
+_CLOSES_FILES = """
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 def link(fd): return os.path.exists(f'/proc/self/fd/{fd}') and os.readlink(f'/proc/self/fd/{fd}')
 for fd in map(int, os.listdir('/proc/self/fd')):
@@ -236,7 +239,7 @@ KINDS: dict[str, Kind] = {
     ),
     # Its probe goes on, but the rank cannot answer.
     "blocks signals and closes files": Kind(
-        _stuck("time.sleep(600)", _RUDE), (ALL_REDUCE, NOT_ENTERED), once=True
+        _stuck("time.sleep(600)", _CLOSES_FILES), (ALL_REDUCE, NOT_ENTERED), once=True
     ),
     "barriers differ": Kind(
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",
@@ -431,7 +434,7 @@ def expected(kind: Kind, text: str) -> list[str]:
 
 
 def verdict(text: str, tmp_path: Path, world: int) -> str:
-    """The first report of a run that hangs; the run is then ended."""
+    """The first report of a run that hangs; the run is then ended. Without a report, all it printed."""
     (tmp_path / "train.py").write_text(text)
     process = start(
         [
@@ -445,12 +448,15 @@ def verdict(text: str, tmp_path: Path, world: int) -> str:
     )
     assert process.stderr is not None
     lines: list[str] = []
+    deadline = threading.Timer(_REPORT_S, process.kill)
+    deadline.start()
     try:
         for line in process.stderr:
             lines.append(line)
             if line.startswith(("fix:", "paceline: rank")):  # the last line of a report, or a crash
                 break
     finally:
+        deadline.cancel()
         process.terminate()
         process.communicate(timeout=60)
     return "".join(lines[1:])

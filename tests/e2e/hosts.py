@@ -49,6 +49,13 @@ class Hosts:
         self.switch = f"paceline-{key}-switch"
         self._spaces = [f"paceline-{key}-{n}" for n in range(count)]
         self._running: list[subprocess.Popen[str]] = []
+        try:
+            self._make(names or {})
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, names: Mapping[int, str]) -> None:
         self._call("ip", "netns", "add", self.switch)
         self._in_switch("link", "add", "br0", "type", "bridge")
         self._in_switch("link", "set", "br0", "up")
@@ -65,7 +72,7 @@ class Hosts:
             lines = [
                 "127.0.0.1 localhost",
                 f"127.0.1.1 node{number}",
-                (names or {}).get(number, ""),
+                names.get(number, ""),
             ]
             (folder / "hosts").write_text("\n".join(lines) + "\n")
             (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")

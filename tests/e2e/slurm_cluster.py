@@ -23,7 +23,6 @@ import pytest
 from launching import environment, unused_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
-_START_S = 15.0
 # They take the places of GPUs: Slurm wants that the files exist.
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "stdin")
 
@@ -139,7 +138,7 @@ class Cluster:
             time.sleep(0.1)
         return job
 
-    def lose(self, node: str) -> None:
+    def kill_node(self, node: str) -> None:
         """Kill the slurmd of a node and all that it started, as when the machine is switched off."""
         own = self.daemons[node]
         # slurmstepd leaves the tree of its slurmd; its title has the job, and its log the node.
@@ -208,7 +207,7 @@ def find(name: str) -> str:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int) -> Iterator[Cluster]:
-    """Start a cluster of this many nodes; skips the test where that fails.
+    """Start a cluster of this many nodes; skips the test where the daemons are not installed.
 
     Each node has 8 cores and 8 GPUs for Slurm, whatever this host has.
     """
@@ -236,19 +235,11 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
     made = Cluster(folder, nodes)
     try:
         made.serve("munged", [munged, "--foreground", "--force", *named])
-        _wait_start(lambda: (folder / "munge.socket").exists(), made)
+        made.wait(lambda: (folder / "munge.socket").exists())
         made.serve("slurmctld", [slurmctld, "-c", "-D", "-f", str(folder / "slurm.conf")])
         for node in nodes:
             made.serve_node(node)
-        _wait_start(made.is_idle, made)
+        made.wait_idle()
         yield made
     finally:
         made.end()
-
-
-def _wait_start(until: Callable[[], bool], made: Cluster) -> None:
-    deadline = time.monotonic() + _START_S
-    while not until():
-        if time.monotonic() > deadline:
-            pytest.skip("Slurm does not start here: " + made.log()[-600:])
-        time.sleep(0.05)

@@ -117,7 +117,7 @@ def shell(command: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", "-e", "-o", "pipefail", "-c", command],
         cwd=folder,
-        env=environment(PATH=here, PACELINE_COLOR="0"),
+        env=environment(PATH=here),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

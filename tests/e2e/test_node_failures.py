@@ -103,7 +103,7 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     other.communicate()
     end = finish(host)
     assert end.code == 1, end
-    lost = f"paceline: lost {os.uname().nodename} 127.0.0.1: no sign of life"
+    lost = f"paceline: {os.uname().nodename} 127.0.0.1: no heartbeat for 3 s"
     assert f"{lost}; the ranks of this node had already ended" in end.err
 
 

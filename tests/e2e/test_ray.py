@@ -105,7 +105,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
         env=environment() | {"RAY_TRAIN_V2_ENABLED": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -116,7 +116,7 @@ def _read(folder: Path, name: str) -> list[Any]:
     return [json.loads((folder / f"{name}-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(450)  # above the deadlines of its four commands
 def test_workers_of_ray_train_are_the_ranks_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     done = _run(tmp_path)

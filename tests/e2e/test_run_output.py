@@ -7,16 +7,31 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import environment, finish, run, start
+from launching import DEADLINE_S, environment, finish, run, start
+
+
+def _read_terminal(fd: int, enough: Callable[[bytes], bool]) -> bytes:
+    """What is written to a pseudo-terminal until this is true, or its other end is closed."""
+    shown, deadline = b"", time.monotonic() + DEADLINE_S
+    # Reading a pseudo-terminal raises an error when its other end is closed.
+    with contextlib.suppress(OSError):
+        while not enough(shown):
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, shown
+            shown += os.read(fd, 65536)
+    return shown
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path: Path) -> None:
@@ -39,13 +54,13 @@ if os.environ["RANK"] == "0":
         stderr=theirs,
     )
     os.close(theirs)
-    shown = b""
-    # Reading a pseudo-terminal raises an error when its other end is closed.
-    with contextlib.suppress(OSError):
-        while chunk := os.read(ours, 65536):
-            shown += chunk
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
+    try:
+        shown = _read_terminal(ours, lambda _: False)
+        assert process.wait(timeout=60) == 0
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
     text = shown.decode().replace("\r\n", "\n")
     assert "\nterminal True True\n" in text
     assert "[1] terminal False False\n" in text
@@ -77,12 +92,10 @@ def test_a_job_goes_on_after_its_terminal_was_closed(tmp_path: Path) -> None:
         start_new_session=True,
     )
     os.close(theirs)
-    shown = b""
-    while shown.count(b"begun") < 2:
-        shown += os.read(ours, 65536)
-    os.close(ours)
-    (tmp_path / "closed").touch()
     try:
+        _read_terminal(ours, lambda shown: shown.count(b"begun") == 2)
+        os.close(ours)
+        (tmp_path / "closed").touch()
         assert process.wait(timeout=30) == 0
     finally:
         process.kill()

@@ -246,7 +246,7 @@ def test_a_lost_node(
     with cluster(tmp_path_factory.mktemp("own"), 2) as own:
         number = submit(own, tmp_path, 0.3)
         wait_steps(own, tmp_path, number, 6)
-        own.lose(own.nodes[1])
+        own.kill_node(own.nodes[1])
         own.wait(lambda: own.job(number)["Restarts"] == "1", DEADLINE_S)
         own.serve_node(own.nodes[1])
         job = own.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)

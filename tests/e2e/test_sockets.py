@@ -75,7 +75,7 @@ ERROR = {
 }
 EVENT = {"event": "final_error", "error": ERROR, "time": 1.0, "step": 0}
 
-BABBLES = """
+SENDS_GARBAGE = """
 import json, os, random
 fd = int(os.environ["PACELINE_CONTROL_FD"])
 draw, event = random.Random(7), EVENT
@@ -102,8 +102,8 @@ raise ValueError("the real one")
 
 @pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.ci
-def test_a_rank_that_babbles_crashes_nothing(tmp_path: Path, count: int) -> None:
-    script = BABBLES.replace("EVENT", repr(EVENT)).replace("COUNT", str(count))
+def test_a_rank_that_sends_garbage_crashes_nothing(tmp_path: Path, count: int) -> None:
+    script = SENDS_GARBAGE.replace("EVENT", repr(EVENT)).replace("COUNT", str(count))
     done = run("--nproc-per-node=2", script, tmp_path)
     assert done.code == 1
     assert "paceline: rank 1 of 2 failed: ValueError: the real one" in done.err.splitlines()

@@ -173,7 +173,7 @@ def test_containers_of_one_name_are_told_apart() -> None:
     assert _wrong(found)[0].what.startswith("a (rank 0) cannot reach a (rank 2)")
 
 
-def test_what_is_wrong_comes_first_and_what_is_well_once() -> None:
+def test_failures_are_listed_before_ok_findings() -> None:
     found = _two_hosts()
     found["ranks"][2]["shm_size"] = 1
     lines = render(judge(found)).splitlines()

@@ -127,17 +127,6 @@ def test_output_is_read_on_as_soon_as_the_console_has_room(
     pump.stop(timeout_s=10)
 
 
-def test_a_pipe_that_is_our_output_holds_more_than_it_does_by_default() -> None:
-    """2 GB through a pipe take 1.5 times as long with 64 KiB: the reader wakes the pump for each piece."""
-    read, write = os.pipe()
-    usual = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
-    Console(write)
-    assert fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) == 1 << 20 > usual
-    os.close(write)
-    Console(write)  # the launcher was started without it
-    os.close(read)
-
-
 def test_the_thread_sleeps_while_an_ended_stream_waits_for_a_line_of_another(pump: Pump) -> None:
     read, write = os.pipe()
     console = Console(write)

@@ -16,7 +16,7 @@ HELP = "check this host, or all hosts of a job, before the job runs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 if nothing fails, 1 if something fails, 2 if the ranks could not meet."""
+    """Exit code 0 if nothing fails, 1 if something fails, 2 if the rendezvous failed."""
     given = parser().parse_args(argv)
     # Torch is imported here and not for --help.
     from paceline.doctor.examine import examine
@@ -56,7 +56,7 @@ def parser() -> CommandParser:
         exit_codes={
             ExitCode.OK: "nothing fails; there may be warnings",
             ExitCode.FAILED: "something fails",
-            ExitCode.USAGE: "the command line is wrong, or the ranks could not meet",
+            ExitCode.USAGE: "the command line is wrong, or the rendezvous failed",
         },
     )
     ours.add_argument("--json", action="store_true", help="print findings and facts as JSON")

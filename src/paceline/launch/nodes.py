@@ -258,7 +258,7 @@ class NodeRendezvous(Rendezvous):
         given_s = options.rendezvous.keep_alive_interval_s
         interval_s = given_s or (_HEARTBEAT_OF_MANY_S if is_many else _HEARTBEAT_S)
         attempts = options.rendezvous.keep_alive_max_attempt or _BEATS
-        window_s = attempts * interval_s
+        self._window_s = window_s = attempts * interval_s
         self._after = 0
         self._known: dict[str, NodeFacts] = {}
         self._current: Round | None = None
@@ -453,7 +453,9 @@ class NodeRendezvous(Rendezvous):
             if exchange is not None:
                 lost = [node for node in lost if not exchange.is_done(node)]
             names = [str(self._known.get(node, node)) for node in lost]
-            return Change(f"lost {', '.join(names)}: no sign of life") if names else None
+            if not names:
+                return None
+            return Change(f"{', '.join(names)}: no heartbeat for {self._window_s:g} s")
         if self._name in (*state.nodes, *state.expected):
             return Change("other nodes begin again", joins=True, has_begun=True)
         return Change("this node did not respond, and the others continued")
