@@ -21,7 +21,7 @@ _WORD = (
     r"(?:access|account|shared|private)_?key"
 )
 _QUOTED = r"""(?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)"""
-# "token" is a common word of models: a number or a short word after it is none.
+# "token" is a common word of models: a number or a short word after it is not a credential.
 _TOKEN_VALUE = r"""(?:"[^"]{8,}"?|'[^']{8,}'?|(?=[\w.~+/-]*\d)(?=[\w.~+/-]*[a-z])[\w.~+/=-]{8,})"""
 _PATTERNS = tuple(
     (re.compile(pattern, re.I | re.S), replacement)

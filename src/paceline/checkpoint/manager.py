@@ -164,8 +164,8 @@ class Checkpoints:
 
         Args:
             state: Dictionaries, lists, numbers, strings, arrays and tensors, also sharded, with the same
-                structure on all ranks. Values that are not tensors are taken from rank 0. Of a tensor that
-                several ranks hold, each rank writes a part.
+                structure on all ranks. Values that are not tensors are taken from rank 0. If several
+                ranks hold a tensor, each writes a part of it.
             best: Keep it until another one is saved as the best.
             wait: Return when it is saved; otherwise `finish` reports an error.
             finite: Paths of tensors that must not hold NaN or infinity, such as "models.0.weight".

@@ -1,6 +1,6 @@
 """The micro-batches of an evaluation, the same for any number of ranks.
 
-Of a map-style dataset each rank reads a contiguous range. A stream, or a loader that makes batches itself, is
+Each rank reads a contiguous range of a map-style dataset. A stream, or a loader that makes batches itself, is
 read whole by every rank, which scores its share of the batches.
 """
 
@@ -56,7 +56,7 @@ class EvaluationBatch:
 class EvaluationBatches:
     """This rank's micro-batches of a map-style dataset, in order. Together the ranks read each sample once.
 
-    Of a `DataLoader`, its order is used only if its sampler selects samples. All ranks make it, because they
+    The order of a `DataLoader` is used only if its sampler selects samples. All ranks make it, because they
     compare their samplers.
 
     Args:
@@ -243,7 +243,7 @@ class EvaluationStream:
             raise StepError(
                 "the stream or loader gave no batch.",
                 why="it is empty, or an iterator that was read before.",
-                fix="give an object that starts anew with each `iter()`.",
+                fix="give an object that starts from the beginning with each `iter()`.",
             )
 
 

@@ -3,7 +3,8 @@
 Each call is an all-gather of one row of fixed size: a header, which names the call and the step, and the
 value behind it. A value that does not fit follows in a second all-gather. All ranks read all headers. If they
 differ, some ranks made a call that others did not, and every rank raises an error that names both. The
-control word of a training is sent in the same way, so a rank that is alone in a call meets it.
+control word of a training is sent in the same way, so a rank that waits alone in a call receives it, and
+both raise.
 
 A rank may also go on without a call and then wait in a collective of the gradients, in which no header of its
 own follows. So a rank that has waited for a moment writes its place in the program to the store. A thread of

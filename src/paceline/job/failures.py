@@ -30,7 +30,7 @@ _FAILED = "failed"
 _ENDED = "ended"
 
 _POLL_S = 0.005
-_LINGER_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not ended
+_READERS_WAIT_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not ended
 
 _ENDED_A_JOB = "_paceline_ended_a_job"
 
@@ -61,7 +61,7 @@ class Peers:
             return
         self._lingered = True
         keys = [f"{_ENDED}/{rank}" for rank in range(self._world_size)]
-        self._wait_for(keys, _LINGER_S)
+        self._wait_for(keys, _READERS_WAIT_S)
 
     @staticmethod
     def has_failure(store: dist.Store) -> bool:

@@ -45,7 +45,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         require_integers(1, rank=self.rank)
-        # torch lays out its buckets anew after the first step, and PowerSGD needs buckets that stay.
+        # torch rebuilds its buckets after the first step, and PowerSGD needs buckets that stay.
         require_integers(2, start_step=self.start_step)
 
 

@@ -63,7 +63,7 @@ def ddp(
     """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
     In a job of one process the module itself is returned. Otherwise the result is torch's own wrapper:
-    gradients are views into its buckets. torch lays the buckets out anew after the first step of a process,
+    gradients are views into its buckets. torch rebuilds the buckets after the first step of a process,
     so with Gloo or NCCL on 3 and more ranks a resumed run equals an uninterrupted one to rounding.
 
     Args:
@@ -71,8 +71,8 @@ def ddp(
             NCCL, on 3 and more ranks, the size changes the order of sums and so the last bits.
         find_unused: Search each forward for parameters that it does not use, or that are frozen. Slower.
         compress: "fp16" or "bf16" casts gradients before they are sent, `PowerSGD(rank=4)` approximates them.
-            For slow networks; the result is no longer that of one process. PowerSGD begins anew when a
-            training is resumed.
+            For slow networks; the result is no longer that of one process. A resumed training begins
+            with an empty state of PowerSGD.
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or

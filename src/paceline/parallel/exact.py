@@ -10,6 +10,9 @@ the step with a new scale. The scales depend on gradients only, never on the num
 Four more measures: every number of ranks gets the same micro-batches (`Batches.align`); losses are rounded to
 a grid on which their sum is exact; BatchNorm's running statistics are updated in the order of micro-batches;
 the number of threads and the kernels are fixed.
+
+Cost: the micro-batches of a step are on the device at once, and each is copied, because a step may be
+repeated.
 """
 
 from __future__ import annotations

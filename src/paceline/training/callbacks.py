@@ -111,7 +111,10 @@ class Callbacks:
             if name in state:
                 callback.load_state_dict(state[name])
             else:
-                log.logger.info("the callback %s is not in the checkpoint; it starts anew.", name)
+                log.logger.info(
+                    "the callback %s is not in the checkpoint; its state starts from the beginning.",
+                    name,
+                )
 
 
 class _Best(Callback):

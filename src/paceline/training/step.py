@@ -234,7 +234,7 @@ class Step:
         With several optimizers, the loss is that of all of them.
 
         Raises:
-            StepError, StepError: see `backward`.
+            StepError: see `backward`.
 
         Collective: all ranks.
         """
@@ -279,11 +279,11 @@ class Step:
                 parameters are differentiated. None: the loss belongs to all of them.
 
         Raises:
-            StepError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
-            StepError: the count of tokens is missing or negative, or a count is not the number of samples
-                of the micro-batch; the counts of all ranks sum to 0.
-            StepError: a parameter got no gradient, or a gradient that is not summed over ranks.
-            StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
+            StepError: The loss is not a scalar, is not what `reduction` says, or depends on no parameter.
+                The count of tokens is missing or negative, a count is not the number of samples of the
+                micro-batch, or the counts of all ranks sum to 0. A parameter got no gradient, or a gradient
+                that is not summed over ranks. Called outside of the loop over micro-batches, or for an
+                unknown optimizer.
 
         Collective: all ranks, for each of their micro-batches.
         """

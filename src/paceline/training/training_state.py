@@ -156,7 +156,7 @@ class TrainingState:
         if is_other_order:
             is_over = position.offset == before["samples"]
             position = Position(position.seed, position.epoch + is_over, 0)
-            changes.append(f"epoch {position.epoch} starts anew")
+            changes.append(f"epoch {position.epoch} starts from its beginning")
         if changes:
             log.logger.info("resumes with other settings: %s.", "; ".join(changes))
         return position
