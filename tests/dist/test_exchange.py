@@ -97,8 +97,13 @@ def test_a_call_of_one_rank_is_named_on_all_ranks_within_seconds(
         _calls, call, where, others, str(tmp_path), nproc=nproc, timeout_s=60
     )
     assert time.monotonic() - began < 40
-    name = {"loss": "float(step.loss)", "agree": "gather", "on_rank0": "on_rank0"}.get(call)
-    name = name or (call if call == "evaluate" else f"training.{call}")
+    named = {
+        "loss": "float(step.loss)",
+        "agree": "agree('a value')",
+        "on_rank0": "on_rank0",
+        "evaluate": "evaluate",
+    }
+    name = named.get(call, f"training.{call}")
     missing = "rank 1" if nproc == 2 else "ranks 1 and 2"
     assert f"{missing} did not call `{name}` at this point" in str(outcomes[0].error)
     for outcome in outcomes:
