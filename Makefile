@@ -96,6 +96,7 @@ bench-all: bench
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --kinds preempt
 	$(BIN)/python benchmarks/verdicts.py
+	$(BIN)/python benchmarks/verdicts.py --what healthy
 	$(BIN)/python benchmarks/probe.py
 
 clean:

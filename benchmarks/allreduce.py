@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tables import publish
+from tables import publish, ratio_row
 
 import paceline
 from paceline.mpi.group import register
@@ -127,7 +127,6 @@ def rows_of(ranks: int, found: dict[int, dict[str, list[float]]]) -> list[dict[s
     rows = []
     for size, sides in found.items():
         for name, values in sides.items():
-            ratios = sorted(v / s for v, s in zip(values, sides["shm"], strict=True))
             us = statistics.median(values)
             rows.append(
                 {
@@ -136,8 +135,7 @@ def rows_of(ranks: int, found: dict[int, dict[str, list[float]]]) -> list[dict[s
                     "side": name,
                     "call_us": us,
                     "gb_per_s": size / us / 1e3,
-                    "ratio_to_shm": statistics.median(ratios),
-                    "ratio_spread": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+                    **ratio_row(values, sides["shm"], "of_shm"),
                 }
             )
     return rows

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from tables import publish
+from tables import publish, ratio_row
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -132,15 +132,13 @@ def table(found: dict[str, list[tuple[float, float, float]]]) -> list[dict[str, 
     rows = []
     for name, rounds in found.items():
         stalls = [stall for stall, _, _ in rounds]
-        slower = sorted(later / b for (_, later, _), b in zip(rounds, base, strict=True))
         rows.append(
             {
                 "side": name,
                 "stall_ms": 1e3 * statistics.median(stalls),
                 "stall_ms_range": [1e3 * min(stalls), 1e3 * max(stalls)],
-                "of_dcp": statistics.median(s / p for s, p in zip(stalls, peer, strict=True)),
-                "later_steps": statistics.median(slower),
-                "later_steps_spread": [slower[len(slower) // 4], slower[-1 - len(slower) // 4]],
+                **ratio_row(stalls, peer, "of_dcp"),
+                **ratio_row([later for _, later, _ in rounds], base, "later_steps"),
             }
         )
     return rows

@@ -2,7 +2,7 @@
 
     python benchmarks/clock.py [--steps 6000]
 
-The workload is `tiny` of overhead.py: MLP 32-32-8, batch 16, AdamW; one process, and two ranks. Blocks of 50
+The workload is `tiny` of workloads.py: MLP 32-32-8, batch 16, AdamW; one process, and two ranks. Blocks of 50
 steps take turns, so both sides see the same machine. A row has the median time of a step without the clock,
 and the ratio of the medians. The report is written to a folder, as in real use. Both sides have what happens
 once a second (the exchange of the times, the line of clock.jsonl).
@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 import torch.nn.functional as F
-from overhead import BATCH, make_data, make_model, optimizer_of
 from tables import publish
+from workloads import WORKLOADS
 
 import paceline
 from paceline.clock.step_clock import StepClock
@@ -36,16 +36,17 @@ def _switch(on: bool, saved: dict[str, Any]) -> None:
 def measure(job: Any, steps: int, folder: str) -> list[float]:
     """Median seconds of a step without and with the clock."""
     saved = {name: getattr(StepClock, name) for name in _METHODS}
-    data = make_data(steps)
-    model = paceline.ddp(job, make_model())
-    batches = paceline.Batches(job, data, global_batch=BATCH, sample_randomness=False)
-    training = paceline.Training(job, model, optimizer_of(model), batches)
+    work = WORKLOADS["tiny"]
+    data = work.data(1, 64)
+    model = paceline.ddp(job, work.make())
+    batches = paceline.Batches(job, data, global_batch=work.batch, sample_randomness=False)
+    training = paceline.Training(job, model, work.optimizer(model), batches)
     training.report(folder)
     times: tuple[list[float], list[float]] = ([], [])
     began = time.perf_counter()
     for step in training.steps(until=steps):
         for x, y in step:
-            loss = F.cross_entropy(model(x), y, reduction="sum")
+            loss = F.mse_loss(model(x), y, reduction="sum")
             step.backward(loss, count=len(y), reduction="sum")
         step.update()
         now = time.perf_counter()

@@ -4,7 +4,8 @@
 
 Two ranks train a network with 33 MiB of gradients through Gloo. The sides take turns in one job, a round of
 steps each. For the shaped link each rank runs in a network namespace of its own (root and `ip`, `tc` of
-iproute2 are needed). The table shows medians over rounds, and ratios to no compression with their quartiles.
+iproute2 are needed). The table shows medians over rounds, and ratios to no compression with their middle
+half.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import publish
+from tables import publish, ratio_row
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -172,17 +173,13 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = measure(network, arguments, Path(folder) / "out.json")
-        plain = found["none"]
         for name, times in found.items():
-            ratios = [own / other for own, other in zip(times, plain, strict=True)]
-            quartiles = statistics.quantiles(ratios, n=4)
             rows.append(
                 {
                     "network": network if network == "loopback" else f"link of {arguments.rate}",
                     "compress": name,
                     "step_ms": 1e3 * statistics.median(times),
-                    "ratio": statistics.median(ratios),
-                    "quartiles": [quartiles[0], quartiles[2]],
+                    **ratio_row(times, found["none"]),
                 }
             )
     publish("compression", rows, as_json=arguments.json, rounds=arguments.rounds, ranks=2)

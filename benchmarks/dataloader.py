@@ -5,7 +5,7 @@
 The sides take turns in one process, a round of steps each. Samples are images of 3 x 32 x 32 with a random
 flip, so that reading takes a part of the step. The order of "weighted sampler" is drawn by torch's
 `WeightedRandomSampler` once per epoch. The table shows medians over rounds, and ratios to the dataset itself
-with their quartiles.
+with their middle half.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tables import publish
+from tables import publish, ratio_row
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
@@ -100,13 +100,10 @@ def measure(job: Any, workers: int, rounds: int, steps: int) -> list[dict[str, A
     for name, results in found.items():
         row: dict[str, Any] = {"workers": workers, "side": name}
         for index, what in enumerate(("step", "wait")):
-            ratios = sorted(
-                own[index] / base[index]
-                for own, base in zip(results, found["dataset"], strict=True)
-            )
-            row[f"{what}_us"] = 1e6 * statistics.median(result[index] for result in results)
-            row[f"{what}_ratio"] = statistics.median(ratios)
-            row[f"{what}_ratio_spread"] = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
+            times = [result[index] for result in results]
+            base = [result[index] for result in found["dataset"]]
+            row[f"{what}_us"] = 1e6 * statistics.median(times)
+            row |= ratio_row(times, base, f"{what}_ratio")
         rows.append(row)
     return rows
 

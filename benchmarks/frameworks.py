@@ -2,11 +2,11 @@
 
     python benchmarks/frameworks.py [--rounds 7] [--only tiny|comm|comp] [--ranks 2]
 
-The workloads are those of `steps.py`. In each round, each side runs all workloads in one job of its own, with
-the backend that it chooses itself: Gloo, or shared memory for Paceline. `paceline run` starts all jobs, with
-one thread per rank; the sides take turns. A round reports the median step time on the slower rank. The table
-shows medians over rounds, and the ratio of each round to plain DDP with its middle half. All sides see the
-same samples in the same order and must end with the same weights. Frameworks that are not installed are
+The workloads are those of `workloads.py`. In each round, each side runs all workloads in one job of its own,
+with the backend that it chooses itself: Gloo, or shared memory for Paceline. `paceline run` starts all jobs,
+with one thread per rank; the sides take turns. A round reports the median step time on the slower rank. The
+table shows medians over rounds, and the ratio of each round to plain DDP with its middle half. All sides see
+the same samples in the same order and must end with the same weights. Frameworks that are not installed are
 skipped (`pip install 'paceline[bench]'`).
 """
 
@@ -31,35 +31,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from steps import WORKLOADS, Workload, paceline_loop, plain_loop
-from tables import publish
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from tables import publish, ratio_row
+from workloads import WORKLOADS, Steps, order, paceline_loop, plain_ddp, plain_loop, timed
 
 import paceline
-from paceline.data.plan import Position
 from paceline.testing import run_ranks
 
 STEPS = {"tiny": 600, "comm": 40, "comp": 12}
 DISTINCT = 16  # number of different batches; more steps repeat them
 
 
-def samples(work: Workload, ranks: int) -> TensorDataset:
-    draw = torch.Generator().manual_seed(1)
-    size = work.batch * ranks * DISTINCT
-    return TensorDataset(
-        torch.randn(size, *work.x, generator=draw), torch.randn(size, *work.y, generator=draw)
-    )
-
-
-def order(job: Any, name: str) -> list[torch.Tensor]:
+def rank_order(job: Any, name: str) -> list[torch.Tensor]:
     """The samples that Paceline gives this rank in each step. The other sides use the same ones."""
     batch = WORKLOADS[name].batch * job.world_size
-    rows = TensorDataset(torch.arange(batch * DISTINCT))
-    plan = paceline.Batches(job, rows, global_batch=batch)
-    epochs = -(-STEPS[name] // DISTINCT)
-    steps = plan.iterate(Position(job.seed, 0, 0), epochs=epochs)
-    return [micro.batch[0] for step in steps for micro in step][: STEPS[name]]
+    return order(job, batch * DISTINCT, batch, STEPS[name])
 
 
 class InMemory:
@@ -76,13 +61,14 @@ class InMemory:
 
 
 class Rank:
-    """One rank of one side's job."""
+    """One rank of one side's job; a single process if `ranks` is 1."""
 
-    def __init__(self, name: str, orders: str) -> None:
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.name, self.work = name, WORKLOADS[name]
-        self.data = samples(self.work, self.ranks)
-        self.mine: list[torch.Tensor] = torch.load(orders)[self.rank]
+    def __init__(self, name: str, mine: list[torch.Tensor], ranks: int) -> None:
+        self.ranks, self.mine = ranks, mine
+        self.work = WORKLOADS[name]
+        # "ddp" on one rank would wrap the model, and would set the number of threads.
+        self.strategy = "ddp" if ranks > 1 else "auto"
+        self.data = self.work.data(ranks, DISTINCT)
         torch.manual_seed(0)
         self.model = self.work.make()
 
@@ -91,18 +77,25 @@ class Rank:
         for ids in self.mine:
             yield x_all[ids], y_all[ids]
 
-    def plain_ddp(self) -> Iterator[None]:
+    def plain_loop(self) -> Steps:
+        return plain_loop(self.data, self.mine, self.model, self.work.optimizer(self.model))
+
+    def plain_ddp(self) -> Steps:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
-        yield from plain_loop(self.work, self.data, self.mine, model)
+        model = plain_ddp(self.model)
+        return plain_loop(self.data, self.mine, model, self.work.optimizer(model))
 
-    def paceline(self) -> Iterator[None]:
+    def paceline(self) -> Steps:
         with paceline.join() as job:
-            model = paceline.ddp(job, self.model)
-            yield from paceline_loop(job, self.work, self.data, model, len(self.mine))
+            yield from self.paceline_in(job)
 
-    def accelerate(self) -> Iterator[None]:
+    def paceline_in(self, job: Any) -> Steps:
+        model = paceline.ddp(job, self.model)
+        optimizer, batch = self.work.optimizer(model), self.work.batch * self.ranks
+        return paceline_loop(job, self.data, batch, model, optimizer, len(self.mine))
+
+    def accelerate(self) -> Steps:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -114,10 +107,10 @@ class Rank:
                 optimizer.zero_grad()
             yield
 
-    def fabric(self) -> Iterator[None]:
+    def fabric(self) -> Steps:
         from lightning.fabric import Fabric
 
-        fabric = Fabric(accelerator="cpu", devices=self.ranks, strategy="ddp")
+        fabric = Fabric(accelerator="cpu", devices=self.ranks, strategy=self.strategy)
         fabric.launch()
         model, optimizer = fabric.setup(self.model, self.work.optimizer(self.model))
         for x, y in self.batches():
@@ -147,7 +140,7 @@ class Rank:
         trainer = L.Trainer(
             accelerator="cpu",
             devices=self.ranks,
-            strategy="ddp",
+            strategy=self.strategy,
             max_epochs=1,
             use_distributed_sampler=False,
             logger=False,
@@ -161,13 +154,7 @@ class Rank:
     def run(self, side: str) -> list[float]:
         """Run all steps. Return the time of each in seconds."""
         found = getattr(self, side)()
-        if isinstance(found, list):
-            return found
-        times, began = [], time.perf_counter()
-        for _ in found:
-            times.append((now := time.perf_counter()) - began)
-            began = now
-        return times
+        return found if isinstance(found, list) else timed(found)
 
 
 SIDES = {
@@ -179,20 +166,30 @@ SIDES = {
 }
 
 
-def as_rank(side: str, names: list[str], folder: Path) -> None:
-    """Run one round of a side, and write the step times and the weights to `folder`."""
+def installed() -> list[str]:
+    return [side for side, module in SIDES.items() if importlib.util.find_spec(module)]
+
+
+def quiet() -> None:
     warnings.filterwarnings("ignore")
     for noisy in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def as_rank(side: str, names: list[str], folder: Path) -> None:
+    """Run one round of a side, and write the step times and the weights to `folder`."""
+    quiet()
     torch.set_num_threads(1)
+    number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     step_us = {}
     for name in names:
-        rank = Rank(name, str(folder / f"{name}-orders.pt"))
+        mine = torch.load(folder / f"{name}-orders.pt")[number]
+        rank = Rank(name, mine, ranks)
         times = rank.run(side)
         step_us[name] = 1e6 * statistics.median(times[len(times) // 4 :])
-        if rank.rank == 0:
+        if number == 0:
             torch.save(rank.model.state_dict(), folder / f"{name}-{side}.pt")
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(step_us))
+    (folder / f"{number}.json").write_text(json.dumps(step_us))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -215,12 +212,12 @@ def one_round(side: str, names: list[str], ranks: int, folder: Path) -> dict[str
 
 
 def measure(names: list[str], ranks: int, rounds: int) -> list[dict[str, Any]]:
-    sides = [side for side, module in SIDES.items() if importlib.util.find_spec(module)]
+    sides = installed()
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in names:
-            torch.save(run_ranks(order, name, nproc=ranks), folder / f"{name}-orders.pt")
+            torch.save(run_ranks(rank_order, name, nproc=ranks), folder / f"{name}-orders.pt")
         for _ in range(rounds):
             for side in sides:
                 found[side].append(one_round(side, names, ranks, folder))
@@ -230,8 +227,10 @@ def measure(names: list[str], ranks: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def refuse_other_weights(weights: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Raise AssertionError if a side differs from the first one."""
+    expected = next(iter(weights.values()))
     for side, state in weights.items():
-        for key, value in weights["plain_ddp"].items():
+        for key, value in expected.items():
             assert torch.allclose(state[key], value, atol=1e-4), (
                 f"{side} ended with a different {key}"
             )
@@ -240,18 +239,10 @@ def refuse_other_weights(weights: dict[str, dict[str, torch.Tensor]]) -> None:
 def row(
     name: str, ranks: int, side: str, found: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
-    plain = [times[name] for times in found["plain_ddp"]]
     values = [times[name] for times in found[side]]
-    ratios = sorted(v / b for v, b in zip(values, plain, strict=True))
-    cut = len(ratios) // 4
-    return {
-        "workload": name,
-        "ranks": ranks,
-        "side": side,
-        "step_us": statistics.median(values),
-        "of_plain_ddp": statistics.median(ratios),
-        "spread": [ratios[cut], ratios[-1 - cut]],
-    }
+    plain = [times[name] for times in found["plain_ddp"]]
+    facts = {"workload": name, "ranks": ranks, "side": side}
+    return facts | {"step_us": statistics.median(values), **ratio_row(values, plain)}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tables import publish
+from tables import publish, ratio_row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -150,13 +150,9 @@ def main() -> None:
     for name in options.only:
         found = run_ranks(measure, name, options.rounds, nproc=gpus, deadline_s=1200)[0]
         for side, times in found.items():
-            ratios = sorted(t / p for t, p in zip(times, found["plain loop"], strict=True))
-            cut = len(ratios) // 4
             row: dict[str, Any] = {"workload": name, "side": side}
             row["step_ms"] = 1e3 * statistics.median(times)
-            row["ratio"] = statistics.median(ratios)
-            row["ratio_spread"] = [ratios[cut], ratios[-1 - cut]]
-            rows.append(row)
+            rows.append(row | ratio_row(times, found["plain loop"]))
     name, version = torch.cuda.get_device_name(), torch.version.cuda
     publish("gpu", rows, rounds=options.rounds, gpus=gpus, gpu=name, cuda=version)
 

@@ -1,6 +1,6 @@
 """The part of a training step in which the examples wait for samples.
 
-    python benchmarks/loader.py [--ranks 2] [--rounds 3]
+    python benchmarks/loader.py [--ranks 2] [--rounds 7]
 
 Each example that uses `Batches` runs unchanged. The benchmark measures the time to get a step and its
 micro-batches, and the time from that step to the next. Steps that end an epoch are left out, because an
@@ -94,7 +94,7 @@ def measure(name: str, ranks: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--example", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Memory that a training step takes: Paceline and plain DDP compared with a loop without communication.
 
-    python benchmarks/memory.py [--ranks 2] [--width 2048] [--rounds 3]
+    python benchmarks/memory.py [--ranks 2] [--width 2048] [--rounds 7]
 
 An MLP (8 layers of `width`, AdamW, batch 16) trains for a few steps in new processes. Before the update of
 the last step, when all gradients exist, each rank reads its proportional set size (PSS), which divides shared
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(options.rounds):

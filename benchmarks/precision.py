@@ -9,31 +9,27 @@ rank uses one thread.
     fp32, bf16               `paceline.Training`
     bf16, tuned              the same with plain attention and `AdamW(fused=True)`
 
-The cost of memory depends on
-the history of a process, so each side runs in its own processes; the sides take turns in each round. A round
-reports the median of its blocks on the slowest rank: CPU time for one process, wall-clock time for several,
-because ranks wait for each other. The gain is the ratio to plain fp32 in the same round. The table shows the
-median over rounds with the middle half.
+The cost of memory depends on the history of a process, so each side runs in its own processes; the sides take
+turns in each round. A round reports the median of its blocks on the slowest rank: CPU time for one process,
+wall-clock time for several, because ranks wait for each other. The gain is the ratio to plain fp32 in the
+same round. The table shows the median over rounds with the middle half.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from steps import WORKLOADS, Workload
-from tables import publish
+from tables import publish, ratio_row
 from torch.nn import attention
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from workloads import WORKLOADS, Steps, Workload, paceline_loop, plain_ddp, plain_loop
 
 import paceline
 from paceline.testing import run_ranks
@@ -43,73 +39,36 @@ WORK = {
     "amx": replace(WORKLOADS["comm"], batch=256, steps=3),
     "comp": replace(WORKLOADS["comp"], steps=1),
 }
-SIDES = ["plain fp32", "plain bf16", "fp32", "bf16", "bf16, tuned"]
+TUNED = "bf16, tuned"
+SIDES = ["plain fp32", "plain bf16", "fp32", "bf16", TUNED]
 BLOCKS = 7
 WARM_UP = 3  # steps
 
 
-def loop(job: Any, work: Workload, side: str) -> Iterator[None]:
+def loop(job: Any, work: Workload, side: str) -> Steps:
     torch.manual_seed(0)
     model = work.make()
-    size = work.batch * job.world_size * min(WARM_UP + BLOCKS * work.steps, 64)
-    data = TensorDataset(torch.randn(size, *work.x), torch.randn(size, *work.y))
+    steps = WARM_UP + BLOCKS * work.steps
+    data = work.data(job.world_size, min(steps, 64))
     if side.startswith("plain"):
-        return plain_loop(job, work, model, data, bf16=side.endswith("bf16"))
-    return paceline_loop(job, work, model, data, side)
-
-
-def plain_loop(
-    job: Any, work: Workload, model: torch.nn.Module, data: TensorDataset, *, bf16: bool
-) -> Iterator[None]:
-    optimizer = work.optimizer(model)
-    if job.world_size > 1:
-        model = DistributedDataParallel(
-            model,
-            process_group=dist.new_group(backend="gloo"),
-            gradient_as_bucket_view=True,
-            static_graph=True,
-        )
-    x, y = (part[job.rank * work.batch :][: work.batch] for part in data.tensors)
-    while True:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
-
-
-def paceline_loop(
-    job: Any, work: Workload, model: torch.nn.Module, data: TensorDataset, side: str
-) -> Iterator[None]:
+        model = plain_ddp(model) if job.world_size > 1 else model
+        same = itertools.repeat(slice(job.rank * work.batch, (job.rank + 1) * work.batch))
+        bf16 = side.endswith("bf16")
+        return plain_loop(data, same, model, work.optimizer(model), bf16=bf16)
     model = paceline.ddp(job, model)
-    optimizer = work.optimizer(model)
-    tuned = side == "bf16, tuned"
-    if tuned and work.adam:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batches = paceline.Batches(
-        job, data, global_batch=work.batch * job.world_size, sample_randomness=False
-    )
-    training = paceline.Training(
-        job, model, optimizer, batches, precision=side.removesuffix(", tuned")
-    )
-    for step in training.steps(until=WARM_UP + BLOCKS * work.steps):
-        for x, y in step:
-            with (
-                attention.sdpa_kernel(attention.SDPBackend.MATH)
-                if tuned
-                else contextlib.nullcontext()
-            ):
-                out = model(x)
-            step.backward(
-                F.mse_loss(out, y, reduction="sum") / y[0].numel(), count=len(y), reduction="sum"
-            )
-        step.update()
-        yield
+    optimizer = work.optimizer(model, fused=side == TUNED)
+    batch, precision = work.batch * job.world_size, side.removesuffix(", tuned")
+    return paceline_loop(job, data, batch, model, optimizer, steps, precision=precision)
 
 
 def measure(job: Any, name: str, side: str) -> float:
     """The median step time of one side in ms."""
+    math = attention.SDPBackend.MATH
+    with attention.sdpa_kernel(math) if side == TUNED else contextlib.nullcontext():
+        return median_step_ms(job, name, side)
+
+
+def median_step_ms(job: Any, name: str, side: str) -> float:
     torch.set_num_threads(1)
     work = WORK[name]
     steps = loop(job, work, side)
@@ -133,17 +92,18 @@ def measure(job: Any, name: str, side: str) -> float:
 
 
 def rows_of(name: str, ranks: int, rounds: list[dict[str, float]]) -> list[dict[str, Any]]:
-    rows = []
-    for side in rounds[0]:
-        gains = sorted(times["plain fp32"] / times[side] for times in rounds)
-        cut = len(gains) // 4
-        row = {"workload": name, "ranks": ranks, "side": side}
-        row["ms"] = statistics.median(times[side] for times in rounds)
-        row["gain"] = statistics.median(gains)
-        row["gain_spread"] = [gains[cut], gains[-1 - cut]]
-        row["of_autocast"] = statistics.median(t["plain bf16"] / t[side] for t in rounds)
-        rows.append(row)
-    return rows
+    times = {side: [each[side] for each in rounds] for side in SIDES}
+    return [
+        {
+            "workload": name,
+            "ranks": ranks,
+            "side": side,
+            "ms": statistics.median(times[side]),
+            **ratio_row(times["plain fp32"], times[side], "gain"),
+            **ratio_row(times["plain bf16"], times[side], "of_autocast"),
+        }
+        for side in SIDES
+    ]
 
 
 def main() -> None:

@@ -13,64 +13,55 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from tables import publish
-from torch.utils.data import TensorDataset
-from workloads import Transformer, mlp
+from tables import publish, ratio_row
+from workloads import WORKLOADS, Workload, paceline_loop, timed
 
 import paceline
 from paceline.testing import run_ranks
 
-WORKLOADS: dict[str, tuple[Any, int, tuple[int, ...]]] = {
-    "comm": (mlp, 128, (1024,)),
-    "comp": (Transformer, 8, (128, 256)),
-}
+# The batch is that of the whole step, on one rank and on two.
+WORK = {name: replace(WORKLOADS[name], adam=True) for name in ("comm", "comp")}
 
 
-def run_side(job: Any, name: str, reproducible: bool, steps: int) -> float:
+def run_side(job: Any, work: Workload, reproducible: bool, steps: int) -> float:
     """The median step time of one mode in ms."""
-    make, batch, shape = WORKLOADS[name]
     torch.manual_seed(0)
-    model = paceline.ddp(job, make())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = TensorDataset(torch.randn(batch * 2, *shape), torch.randn(batch * 2, *shape))
-    batches = paceline.Batches(
-        job, data, global_batch=batch, micro_batch=batch // job.world_size, sample_randomness=False
+    model = paceline.ddp(job, work.make())
+    optimizer = work.optimizer(model)
+    loop = paceline_loop(
+        job,
+        work.data(1, 2),
+        work.batch,
+        model,
+        optimizer,
+        steps,
+        micro_batch=work.batch // job.world_size,
+        reproducible=reproducible,
     )
-    training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
-    times, began = [], time.perf_counter()
-    for step in training.steps(until=steps):
-        for x, y in step:
-            step.backward(F.mse_loss(model(x), y, reduction="sum"), count=len(y), reduction="sum")
-        step.update()
-        now = time.perf_counter()
-        times.append(now - began)
-        began = now
-    return 1e3 * statistics.median(times[3:])
+    return 1e3 * statistics.median(timed(loop)[3:])
 
 
 def measure(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     rows = []
-    for name in WORKLOADS:
-        pairs = []
+    for name, work in WORK.items():
+        times: dict[bool, list[float]] = {False: [], True: []}
         for number in range(rounds + 1):
-            pair = [run_side(job, name, reproducible, steps) for reproducible in (False, True)]
-            if number:  # the first round warms up
-                pairs.append(pair)
-        ratios = sorted(exact / normal for normal, exact in pairs)
+            for reproducible, found in times.items():
+                took = run_side(job, work, reproducible, steps)
+                if number:  # the first round warms up
+                    found.append(took)
         rows.append(
             {
                 "workload": name,
                 "ranks": job.world_size,
-                "normal_ms": statistics.median(normal for normal, _ in pairs),
-                "reproducible_ms": statistics.median(exact for _, exact in pairs),
-                "ratio": statistics.median(ratios),
-                "middle_half": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+                "normal_ms": statistics.median(times[False]),
+                "reproducible_ms": statistics.median(times[True]),
+                **ratio_row(times[True], times[False]),
             }
         )
     return rows

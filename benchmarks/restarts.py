@@ -12,15 +12,12 @@ those of a run without faults. The recovery time is from the fault to the end of
     silent   the same with SIGSTOP instead of SIGKILL
     preempt  the launcher of a training with 50 ms steps gets SIGTERM; all ranks must end after the same step,
              and a second run continues; the time is from the signal to the end of that step on the last rank
-
-`--mixed-s 900` runs one long training instead, with a fault of a random kind every `--every-s 15` seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -113,13 +110,11 @@ def new_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def digest_without_faults(
-    settings: dict[str, Any], nproc: int, deadline_s: float = DEADLINE_S
-) -> str:
+def digest_without_faults(settings: dict[str, Any], nproc: int) -> str:
     """The digest of a run without faults."""
     with new_folder() as folder:
         process = start(folder, settings, [f"--nproc-per-node={nproc}"])
-        if process.wait(deadline_s) != 0:
+        if process.wait(DEADLINE_S) != 0:
             raise RuntimeError((folder / "log").read_text())
         return newest(folder)
 
@@ -252,81 +247,15 @@ def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
-def mixed(
-    nproc: int, seconds: float, every_s: float, kinds: list[str], rng: random.Random
-) -> dict[str, Any]:
-    """Run one training for `seconds` with a random fault every `every_s`.
-
-    "effective" is the median step time, times the number of steps, divided by the total time.
-    """
-    probe = SETTINGS | {"epochs": 2}
-    with new_folder() as folder:
-        start(folder, probe, [f"--nproc-per-node={nproc}"]).wait(DEADLINE_S)
-        step_s = median_step_s(rows(folder / "losses"))
-    every = round(every_s / step_s)
-    epochs = max(1, round(seconds / (15 * step_s)))
-    faults = [
-        {
-            "kind": rng.choice(kinds),
-            "rank": rng.randrange(nproc),
-            "step": at,
-            "phase": rng.choice(PHASES),
-        }
-        for at in range(every, 15 * epochs, every)
-    ]
-    settings = SETTINGS | {"epochs": epochs, "faults": faults}
-    expected = digest_without_faults(
-        settings | {"faults": [], "slow_s": 0.0}, nproc, seconds + DEADLINE_S
-    )
-    with new_folder() as folder:
-        words = [f"--nproc-per-node={nproc}", f"--max-restarts={len(faults)}"]
-        code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)
-        found = rows(folder / "losses")
-        total_s = found[-1]["time"] - found[0]["time"]
-        marks = {n: folder / f"fault-{n}" for n in range(len(faults))}
-        injected = {n: mark.stat().st_mtime for n, mark in marks.items() if mark.exists()}
-        times = {
-            kind: [
-                ("", recovery_s(folder, at))
-                for n, at in injected.items()
-                if faults[n]["kind"] == kind
-            ]
-            for kind in kinds
-        }
-        return {
-            "exit code": code,
-            "injected": f"{len(injected)} of {len(faults)}",
-            "recovery": {kind: summary(found) for kind, found in times.items() if found},
-            "lost": lost(folder, settings, expected) if code == 0 else (folder / "log").read_text(),
-            "seconds": round(total_s),
-            "effective": round(15 * epochs * median_step_s(found) / total_s, 3),
-        }
-
-
-def median_step_s(losses: list[dict[str, Any]]) -> float:
-    """The median time between consecutive steps of the same attempt."""
-    pairs = itertools.pairwise(losses)
-    return statistics.median(
-        b["time"] - a["time"] for a, b in pairs if a["attempt"] == b["attempt"]
-    )
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--kinds", default="kill,raise,exit,stop")
     for name, count in (("count", 20), ("ranks", 3), ("seed", 1)):
         options.add_argument(f"--{name}", type=int, default=count)
-    options.add_argument("--mixed-s", type=float, default=0.0)
-    options.add_argument("--every-s", type=float, default=15.0)
     options.add_argument("--json", action="store_true", help="print JSON and write nothing")
     args = options.parse_args()
     rng = random.Random(args.seed)
     kinds = args.kinds.split(",")
-    if args.mixed_s:
-        found = mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng)
-        rows = [{"kind": kind, **row} for kind, row in found.pop("recovery").items()]
-        publish("mixed", rows, as_json=args.json, ranks=args.ranks, **found)
-        return
     rows = []
     expected: dict[bool, str] = {}
     for kind in kinds:

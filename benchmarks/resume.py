@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import publish
+from tables import publish, ratio_row
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -122,12 +122,7 @@ def main() -> None:
     for side, values in found.items():
         row = {"side": side, "seconds": statistics.median(values)}
         if side in ("resumed", "late"):
-            ratios = sorted(took / floor for took, floor in zip(values, floors, strict=True))
-            cut = len(ratios) // 4
-            row |= {
-                "of_floor": statistics.median(ratios),
-                "spread": [ratios[cut], ratios[-1 - cut]],
-            }
+            row |= ratio_row(values, floors, "of_floor")
         rows.append(row)
     publish("resume", rows, ranks=options.nproc, rounds=options.rounds)
 

@@ -1,6 +1,6 @@
 """A training step on several ranks of one host: Paceline compared with plain DDP over Gloo.
 
-    python benchmarks/steps.py [--ranks 2] [--rounds 6] [--only tiny|comm|comp]
+    python benchmarks/steps.py [--ranks 2] [--rounds 7] [--only tiny|comm|comp]
 
 Workloads; the batch size is per rank, and each rank uses one thread:
 
@@ -27,87 +27,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from tables import publish
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
-from workloads import Transformer, mlp
+from tables import publish, ratio_row
+from workloads import WORKLOADS, order, paceline_loop, plain_ddp, plain_loop
 
 import paceline
-from paceline.data.plan import Position
 from paceline.testing import run_ranks
 
-
-def tiny() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-
-
-@dataclass(frozen=True)
-class Workload:
-    make: Callable[[], nn.Module]
-    batch: int
-    x: tuple[int, ...]
-    y: tuple[int, ...]
-    adam: bool
-    steps: int  # per round
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.adam:
-            return torch.optim.AdamW(model.parameters(), lr=1e-4)
-        return torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-WORKLOADS = {
-    "tiny": Workload(tiny, 16, (32,), (8,), adam=True, steps=300),
-    "comm": Workload(mlp, 128, (1024,), (1024,), adam=False, steps=20),
-    "comp": Workload(Transformer, 8, (128, 256), (128, 256), adam=True, steps=5),
-}
 SIDES = ["alone", "plain DDP", "ddp", "paceline"]
-Steps = Iterator[None]
 _DATA_BYTES = 32 << 20  # largest data set of a rank; more steps repeat it in further epochs
-
-
-def plain_loop(work: Workload, data: TensorDataset, mine: Any, model: nn.Module) -> Steps:
-    x_all, y_all = data.tensors
-    optimizer = work.optimizer(model)
-    for ids in mine:
-        x, y = x_all[ids], y_all[ids]
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
-
-
-def plain_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(
-        model,
-        process_group=dist.new_group(backend="gloo"),
-        gradient_as_bucket_view=True,
-        static_graph=True,
-    )
-
-
-def paceline_loop(
-    job: Any, work: Workload, data: TensorDataset, model: nn.Module, steps: int
-) -> Steps:
-    batches = paceline.Batches(
-        job, data, global_batch=work.batch * job.world_size, sample_randomness=False
-    )
-    training = paceline.Training(job, model, work.optimizer(model), batches)
-    for step in training.steps(until=steps):
-        for x, y in step:
-            loss = F.mse_loss(model(x), y, reduction="sum") / y[0].numel()
-            step.backward(loss, count=len(y), reduction="sum")
-        step.update()
-        yield
 
 
 def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[float]]:
@@ -115,13 +46,9 @@ def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[floa
     torch.set_num_threads(1)
     work = WORKLOADS[name]
     total = work.steps * (rounds + 1)
-    distinct = min(total, _DATA_BYTES // (4 * work.batch * (prod(work.x) + prod(work.y))))
-    size = work.batch * job.world_size * distinct
-    data = TensorDataset(torch.randn(size, *work.x), torch.randn(size, *work.y))
-    rows = TensorDataset(torch.arange(size))
-    plan = paceline.Batches(job, rows, global_batch=work.batch * job.world_size)
-    steps = plan.iterate(Position(job.seed, 0, 0), epochs=-(-total // distinct))
-    mine = [micro.batch[0] for step in steps for micro in step][:total]
+    global_batch = work.batch * job.world_size
+    data = work.data(job.world_size, min(total, _DATA_BYTES // work.step_bytes()))
+    mine = order(job, len(data), global_batch, total)
     start = work.make().state_dict()
     models, sides = {}, {}
     for side in SIDES[first:] + SIDES[:first]:
@@ -131,10 +58,11 @@ def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[floa
             model = plain_ddp(model)
         elif side != "alone":
             model = paceline.ddp(job, model)
+        optimizer = work.optimizer(model)
         if side == "paceline":
-            sides[side] = paceline_loop(job, work, data, model, total)
+            sides[side] = paceline_loop(job, data, global_batch, model, optimizer, total)
         else:
-            sides[side] = plain_loop(work, data, mine, model)
+            sides[side] = plain_loop(data, mine, model, optimizer)
     found: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, loop in sides.items():
@@ -155,25 +83,23 @@ def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[floa
 
 
 def rows_of(name: str, ranks: int, found: dict[str, list[float]]) -> list[dict[str, Any]]:
-    rows = []
-    for side, values in found.items():
-        row = {"workload": name, "ranks": ranks, "side": side, "us": statistics.median(values)}
-        for key, ratios in (
-            ("of_plain_ddp", [v / b for v, b in zip(values, found["plain DDP"], strict=True)]),
-            ("efficiency", [a / v for v, a in zip(values, found["alone"], strict=True)]),
-        ):
-            ratios.sort()
-            cut = len(ratios) // 4
-            row[key] = statistics.median(ratios)
-            row[f"{key}_spread"] = [ratios[cut], ratios[-1 - cut]]
-        rows.append(row)
-    return rows
+    return [
+        {
+            "workload": name,
+            "ranks": ranks,
+            "side": side,
+            "us": statistics.median(values),
+            **ratio_row(values, found["plain DDP"], "of_plain_ddp"),
+            **ratio_row(found["alone"], values, "efficiency"),
+        }
+        for side, values in found.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     options = parser.parse_args()
     rows = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,20 @@ def publish(
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = [f"# {name}", "", "; ".join(f"{key} {_cell(value)}" for key, value in facts.items()), ""]
     (folder / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
+
+
+def ratio_row(
+    values: Sequence[float], base: Sequence[float], key: str = "ratio"
+) -> dict[str, float | list[float]]:
+    """The median of `values / base` over the rounds, and in `{key}_spread` its middle half.
+
+    Args:
+        values, base: One number per round. Both sides of a ratio are of the same round, so that a slower
+            machine in some rounds does not change it.
+    """
+    ratios = sorted(value / other for value, other in zip(values, base, strict=True))
+    cut = len(ratios) // 4
+    return {key: statistics.median(ratios), f"{key}_spread": [ratios[cut], ratios[-1 - cut]]}
 
 
 def _cell(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,14 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     described = re.findall(r"^::: paceline\.(\w+)$", pages, flags=re.M)
     errors = re.findall(r"^\| `(\w+)` \|", (DOCS / "reference/errors.md").read_text(), flags=re.M)
     assert sorted([*described, *errors, "__version__"]) == paceline.__all__
+
+
+def test_figures_in_the_documentation_are_those_of_the_results() -> None:
+    """`python benchmarks/figures.py` writes them."""
+    figures = runpy.run_path(str(ROOT / "benchmarks/figures.py"))
+    shown = set()
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text()
+        assert figures["fill"](text) == text, path
+        shown |= {found[2] for found in figures["BLOCK"].finditer(text)}
+    assert shown == set(figures["TABLES"])
