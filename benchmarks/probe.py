@@ -3,8 +3,8 @@
     python benchmarks/probe.py [--rounds 9] [--ranks 2]
 
 The two sides take turns. Each run reports its median step time. The table shows, for a tiny model and for one
-that mostly communicates, the ratio of the medians and the ratios of all rounds. It also shows the share of a
-core that the probe's threads used, which is exact even if other programs use the machine.
+that mostly communicates, the ratio to steps without them. It also shows the share of a core that the probe's
+threads used, which is exact even if other programs use the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tables import publish
+from tables import publish, ratio_row
 
 SCRIPT = """
 import statistics, sys, threading, time
@@ -71,13 +71,11 @@ def main() -> None:
                     step_s, share = measure(script, args.ranks, words, probe)
                     sides[probe].append(step_s)
                     shares += [share] if probe == "1" else []
-            ratios = sorted(on / off for on, off in zip(sides["1"], sides["0"], strict=True))
             row = {
                 "workload": name,
-                "step_us": round(statistics.median(sides["0"]) * 1e6),
-                "ratio": round(statistics.median(sides["1"]) / statistics.median(sides["0"]), 4),
-                "probe_share": round(statistics.median(shares), 5),
-                "rounds": [round(ratio, 3) for ratio in ratios],
+                "step_us": statistics.median(sides["0"]) * 1e6,
+                **ratio_row(sides["1"], sides["0"]),
+                "probe_share": statistics.median(shares),
             }
             rows.append(row)
     publish("probe", rows, ranks=args.ranks)
