@@ -123,7 +123,7 @@ def test_a_node_that_comes_while_the_job_ends_does_not_begin_it_again(
     tmp_path: Path, free_port: int
 ) -> None:
     (tmp_path / "train.py").write_text(PLAIN + ENDS_LATE)
-    words = node_words(free_port, "--nnodes=1:3", "--rdzv-conf=last_call_timeout=2", "train.py")
+    words = node_words(free_port, "--nnodes=2:3", "--rdzv-conf=last_call_timeout=2", "train.py")
     host = start(words, tmp_path, HOST="1")
     wait_served(free_port)
     other = start(words, tmp_path)

@@ -70,15 +70,17 @@ def _watch(folder: str) -> None:
 
     console = Console(highlight=False)
     newest = frame.read(folder, time.time())
-    # SIGTERM, too, has to leave the other screen of the terminal.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with Live(newest, console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                began = time.monotonic()
-                newest = frame.read(folder, time.time())
-                live.update(newest, refresh=True)
-                time.sleep(max(_INTERVAL_S, _PAUSE_FACTOR * (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        pass  # the usual end of such a display
+    # An interrupt inside of `Live` could leave its screen on the terminal, so the loop looks for a signal.
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+    with Live(newest, console=console, screen=True, auto_refresh=False) as live:
+        while not received:
+            began = time.monotonic()
+            newest = frame.read(folder, time.time())
+            live.update(newest, refresh=True)
+            now = time.monotonic()
+            next_frame = now + max(_INTERVAL_S, _PAUSE_FACTOR * (now - began))
+            while not received and time.monotonic() < next_frame:
+                time.sleep(0.05)
     console.print(newest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import math
 import multiprocessing
 import os
@@ -296,6 +297,8 @@ def _serve(
 ) -> None:
     """The main function of each rank's process."""
     rank = int(environ["RANK"])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # with PYTHONUNBUFFERED lines of ranks would mix
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(_DUMP_SIGNAL, file=stacks, all_threads=True)
     os.environ.clear()
