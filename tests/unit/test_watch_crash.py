@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, SaveFailed
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
@@ -231,6 +231,11 @@ def test_the_exit_code_is_the_first_failures(returncode: int | None, code: int) 
     # With a code of its own, that one stands.
     told = error() if returncode in (None, -15, 74) else None
     assert judged(fact(0, 1.0, returncode=returncode, error=told)).exit_code == code
+
+
+def test_a_rank_that_was_stopped_after_its_error_has_the_code_of_the_error() -> None:
+    told = Error.of(SaveFailed("the disk is full"), "")
+    assert judged(fact(0, 1.0, returncode=-15, error=told)).exit_code == 74
 
 
 def test_the_report_has_the_traceback_first_and_once() -> None:

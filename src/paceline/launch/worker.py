@@ -389,9 +389,7 @@ def _crash(
     flusher = threading.Thread(target=_flush_files, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_S)
-    # Compared by name, because most scripts do not import paceline.errors.
-    ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
-    os._exit(getattr(error, "exit_code", 1) if ours else 1)
+    os._exit(_crash_facts.exit_code_of(error))
 
 
 def report_before_clean_up(error: BaseException) -> None:

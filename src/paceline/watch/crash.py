@@ -53,6 +53,7 @@ class Error:
             traceback has both; the other fields are those of this error, but `lost_peer` is True.
         causes: Type and message of each error in its chain of `__cause__`, the first cause first, in lines.
         shown: Whether the script's own sys.excepthook has printed it already.
+        exit_code: Of a rank that it ends.
     """
 
     type: str
@@ -65,6 +66,7 @@ class Error:
     masked: bool = False
     causes: str = ""
     shown: bool = False
+    exit_code: int = 1
 
     @classmethod
     def of(cls, error: BaseException, text: str) -> Error:
@@ -84,6 +86,7 @@ class Error:
             lost_peer=lost_peer,
             masked=masked is not None,
             causes=_causes(error),
+            exit_code=exit_code_of(error),
         )
 
     @property
@@ -285,10 +288,19 @@ class FirstFailure:
     @property
     def exit_code(self) -> int:
         """What `paceline run` exits with."""
-        code = self.original.returncode
-        if not code or self.original.hung or (self.original.error is not None and code < 0):
-            return 1  # also if the launcher stopped it before it ended
+        code, error = self.original.returncode, self.original.error
+        if error is not None and (code is None or code < 0):
+            return error.exit_code  # the launcher stopped it before it ended
+        if not code or self.original.hung:
+            return 1
         return 128 - code if code < 0 else code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a rank that an exception ends."""
+    # Compared by name, because most scripts do not import paceline.errors.
+    ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
+    return int(getattr(error, "exit_code", 1)) if ours else 1
 
 
 def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
