@@ -282,10 +282,27 @@ def test_states_of_ranks_arrive_whole() -> None:
     node.request_states()
     assert node.collect_states() == ([], False)
     mine = dataclasses.replace(state, rank=0, last_numbers={})
-    there = NodeRecord(round=0, request=2, states=(state,))
-    for wrong in _with_one_wrong_type(dataclasses.asdict(there)):
-        _write(node, json.dumps(wrong))
-        diagnose([mine, *node.collect_states()[0]], 2, 1.0)
+    for wrong in _with_one_wrong_type(json.loads(json.dumps([dataclasses.asdict(state)]))):
+        node.request_states()
+        other.request_states()
+        other.publish_states([state])
+        other._records.call("set", "states/0/1", json.dumps(wrong))
+        states, has_all = node.collect_states()
+        assert has_all
+        diagnose([mine, *states], 2, 1.0)
+
+
+def test_states_that_are_too_large_for_the_store_keep_the_calls_that_are_open() -> None:
+    node, other = _nodes(2)
+    node.request_states()
+    other.request_states()
+    members = tuple(range(20_000))
+    calls = [Call(name="all_reduce", number=n, members=members, completed=True) for n in range(40)]
+    left = Call(name="broadcast", number=40, members=members)
+    other.publish_states([RankState(rank=1, host="b", pid=7, calls=(*calls, left))])
+    ((state,), has_all) = node.collect_states()
+    assert has_all
+    assert state.calls == (left,)
 
 
 def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(

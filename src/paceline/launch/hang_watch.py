@@ -197,7 +197,7 @@ class HangWatch:
         if self.exchange is not None:
             if not self._others_until:
                 self.exchange.publish_states(states)
-                self._others_until = now + _OTHERS_S
+                self._others_until = now + _OTHERS_S + self.exchange.pause_s
             others, complete = self.exchange.collect_states()
             if not complete and now < self._others_until:
                 self._next = now + _SOON_S

@@ -31,6 +31,7 @@ _LEAVE_S = 1.0
 _WAIT_S = 0.02
 _NODES_OF_A_WAIT = 16  # with more, each looks less often
 _UPDATE_S = 2.0  # for the store to take a record
+_STATES_BYTES = 4 << 20  # torch's store closes a connection that sends more than 8 MiB
 _CALL_S = 60.0  # for any call of the store; torch limits only some of them
 
 
@@ -46,7 +47,7 @@ class NodeRecord:
         outcomes: How its ranks ended; None while they run.
         has_read: Whether it has read the outcomes of the other nodes.
         request: The number of the latest request for the states of all ranks that it has made or joined.
-        states: Its answer to that request; None before.
+        answered: The number of the latest request that it has answered, under a key of its own.
     """
 
     round: int = -1
@@ -56,7 +57,7 @@ class NodeRecord:
     outcomes: tuple[RankOutcome, ...] | None = None
     has_read: bool = False
     request: int = 0
-    states: tuple[RankState, ...] | None = None
+    answered: int = 0
 
 
 class Heartbeats:
@@ -231,6 +232,12 @@ class NodeExchange:
         self._others = [name for name in nodes if name != records.name]
         records.nodes = records.nodes | set(nodes)
         records.own = NodeRecord(round=number)
+        self._answers: dict[str, tuple[int, list[RankState]]] = {}  # by node: request, and states
+
+    @property
+    def pause_s(self) -> float:
+        """Longest time until the launcher of another node sees a change."""
+        return self._records.pause_s
 
     def _record(self, name: str) -> NodeRecord:
         """The record of a node in this round; an empty one if it has written none yet."""
@@ -306,7 +313,7 @@ class NodeExchange:
         self._records.look()
         # Two requests at once are one: each launcher awaits answers to its own number.
         own, newest = self._records.own.request, self._newest_request()
-        self._records.update(request=newest if newest > own else own + 1, states=None)
+        self._records.update(request=newest if newest > own else own + 1)
 
     def _newest_request(self) -> int:
         return max(self._record(name).request for name in self._others)
@@ -314,15 +321,32 @@ class NodeExchange:
     def publish_states(self, states: Sequence[RankState]) -> None:
         """Publish the states of this node's ranks."""
         brief = [dataclasses.replace(state, raised=redact(state.raised)) for state in states]
-        self._records.update(states=tuple(brief))
+        data = _to_json(brief)
+        if len(data) > _STATES_BYTES:  # the open calls are what a hang is found by
+            data = _to_json([_only_open(state) for state in brief])
+        if len(data) > _STATES_BYTES:
+            data = _to_json([dataclasses.replace(state, calls=()) for state in brief])
+        with contextlib.suppress(RuntimeError):
+            key = self._states_key(self._records.name)
+            self._records.call("set", key, data, timeout_s=_UPDATE_S)
+        self._records.update(answered=self._records.own.request)
 
     def collect_states(self) -> tuple[list[RankState], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
         self._records.look()
-        records = [self._record(name) for name in self._others]
-        answers = [r.states for r in records if r.request >= self._records.own.request]
-        found = [answer for answer in answers if answer is not None]
-        return [state for answer in found for state in answer], len(found) == len(records)
+        request = self._records.own.request
+        for name in self._others:
+            answered = self._record(name).answered
+            if answered >= request and self._answers.get(name, (0, []))[0] < answered:
+                with contextlib.suppress(RuntimeError):
+                    key = self._states_key(name)
+                    data = self._records.call("get", key, timeout_s=_UPDATE_S)
+                    self._answers[name] = (answered, _read_states(data))
+        found = [states for number, states in self._answers.values() if number >= request]
+        return [state for states in found for state in states], len(found) == len(self._others)
+
+    def _states_key(self, name: str) -> str:
+        return f"states/{self._number}/{name}"
 
     def _wait(
         self,
@@ -339,6 +363,21 @@ class NodeExchange:
                 return
             time.sleep(pause_s)
             self._records.look()
+
+
+def _to_json(states: Sequence[RankState]) -> str:
+    return json.dumps([dataclasses.asdict(state) for state in states])
+
+
+def _only_open(state: RankState) -> RankState:
+    return dataclasses.replace(state, calls=tuple(c for c in state.calls if not c.completed))
+
+
+def _read_states(data: bytes) -> list[RankState]:
+    try:
+        return list(from_json(tuple[RankState, ...], json.loads(data)))
+    except UNREADABLE:
+        return []
 
 
 def _brief(outcome: RankOutcome) -> RankOutcome:

@@ -537,6 +537,7 @@ class Supervisor:
         if self._restarts_left <= 0:
             return _Next.END
         self._exit_code = ExitCode.OK
+        self._preempted = False
         return _Next.RESTART
 
     def _job_info(
