@@ -77,6 +77,12 @@ CHANGES = [
     ("ranks.2.versions.torch", "2.12.0", "fail", "torch differs: 2.13.0 on a, 2.12.0 on b."),
     ("ranks.2.versions.driver", "560.0", "warn", "driver differs: 570.1 on a, 560.0 on b."),
     ("ranks.1.device.missing", True, "fail", "a shows 2 GPUs to 2 ranks."),
+    (
+        "ranks.1.device",
+        {"index": 1, "missing": True, "error": "CUDA error: devices unavailable"},
+        "fail",
+        "GPU 1 of a cannot be used: CUDA error: devices unavailable",
+    ),
     ("ranks.1.device.uuid", "u0", "fail", "ranks of a share a GPU."),
     ("ranks.0.device.used", GIB, "warn", "GPU 0 of a has 1.0 GiB in use already."),
     (

@@ -120,8 +120,11 @@ def _device(info: RankInfo) -> Facts | None:
     index = info.local_rank if count > 1 else 0
     if index >= count:
         return {"index": index, "missing": True}
-    properties: Any = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
+    try:
+        properties: Any = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:  # used by another process alone, or broken
+        return {"index": index, "missing": True, "error": str(error).partition("\n")[0]}
     return {
         "index": index,
         "missing": False,

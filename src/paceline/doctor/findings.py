@@ -111,7 +111,14 @@ def _devices(host: Facts, label: str, of_ranks: Sequence[Facts | None]) -> Itera
         yield _ok("devices", f"{label} has no GPU; ranks compute on its CPU.")
         return
     present = [device for device in devices if not device["missing"]]
-    if len(present) < len(devices):
+    failed = [device for device in devices if "error" in device]
+    for device in failed:
+        yield _fail(
+            "devices",
+            f"GPU {device['index']} of {label} cannot be used: {device['error']}",
+            "see `nvidia-smi` there: another process may use it alone, or it needs a reset.",
+        )
+    if len(present) + len(failed) < len(devices):
         yield _fail(
             "devices",
             f"{label} shows {count_of(host['gpus'], 'GPU')} to {len(of_ranks)} ranks.",
