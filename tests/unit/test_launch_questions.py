@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.local_ranks import UNSOLICITED_ID, LocalRanks, Question, Rank
+from paceline.errors import PeerFailed
+from paceline.launch.local_ranks import UNSOLICITED_ID, Event, LocalRanks, Question, Rank
+from paceline.watch.crash import Error
 
 
 @pytest.fixture
@@ -62,3 +64,23 @@ def test_a_failure_is_not_described_by_answers_from_before(
     local_ranks.request_states()
     # The one that a failing rank gave by itself is kept.
     assert [rank.answers for rank in ranks] == [{"state": {"id": UNSOLICITED_ID}}, {}, {}]
+
+
+def test_a_rank_that_blocked_the_others_did_not_fail_by_their_end(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    error = Error.of(PeerFailed("rank 0 failed first"), "")
+    assert error.lost_peer
+    rank = rank_of(
+        pair[0],
+        events=[Event(event="final_error", time=2.0, error=error)],
+        returncode=1,
+        hung=True,
+        pid=7,
+        ended_at=2.0,
+        told_to_end_at=1.0,
+        suspended=False,
+        streams=(),
+    )
+    assert rank.outcome().error is None
+    assert rank.outcome().how.startswith("blocked the other ranks")

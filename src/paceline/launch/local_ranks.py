@@ -347,7 +347,8 @@ class Rank:
                 exit_place = event.place
             elif event.event == "interrupted":
                 interrupted_at = event.place
-        if self.hung and error is None:
+        # A rank that blocked the others may still tell of the peers that were stopped with it.
+        if self.hung and (error is None or error.lost_peer):
             error = raised_error(self.answers.get("state", {}))
         abort, crashed_at = b"", ""
         if self.returncode is not None and self.returncode < 0:
