@@ -211,8 +211,10 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
-        self.kill()  # first: a freed iterator of DataLoader waits for its workers
+        # DataLoader ends the workers of an iterator that is freed. A traceback may keep it. Workers that are
+        # killed before that are an error of torch's SIGCHLD handler.
         self._results = self._loader = None
+        self.kill()
         self._processes.clear()
 
 

@@ -329,16 +329,16 @@ class NodeExchange:
         with contextlib.suppress(RuntimeError):
             key = self._states_key(self._records.name)
             self._records.call("set", key, data, timeout_s=_UPDATE_S)
-        self._records.update(answered=self._records.own.request)
+            self._records.update(answered=self._records.own.request)
 
     def collect_states(self) -> tuple[list[RankState], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
         self._records.look()
         request = self._records.own.request
-        for name in self._others:
-            answered = self._record(name).answered
-            if answered >= request and self._answers.get(name, (0, []))[0] < answered:
-                with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the next turn tries again
+            for name in self._others:
+                answered = self._record(name).answered
+                if answered >= request and self._answers.get(name, (0, []))[0] < answered:
                     key = self._states_key(name)
                     data = self._records.call("get", key, timeout_s=_UPDATE_S)
                     self._answers[name] = (answered, _read_states(data))
