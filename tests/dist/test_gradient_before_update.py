@@ -218,11 +218,20 @@ def _wrong(job: Any, kind: str) -> None:
                 step.backward(loss)
         if kind == "step":
             first.step()
+        if kind == "zero_grad after the loop":
+            first.zero_grad()
         step.update()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_what_would_spoil_the_gradient_is_refused(nproc: int) -> None:
-    kinds = ["twice, ddp", "twice, exact", "twice, fsdp", "zero_grad", "step"]
+    kinds = [
+        "twice, ddp",
+        "twice, exact",
+        "twice, fsdp",
+        "zero_grad",
+        "zero_grad after the loop",
+        "step",
+    ]
     name = "gradient" if nproc > 1 else "gradient_of_one_process"
     check_messages(name, run_ranks(refusals, _wrong, kinds, nproc=nproc))

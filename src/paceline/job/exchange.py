@@ -299,7 +299,10 @@ def disagreement(headers: Sequence[Header], rank: int, *, fix: str = ON_EVERY_RA
             f"{name_ranks(left)} left the training loop after step {named.step}, "
             f"{name_ranks(list(others))} did not."
         )
-        fix = "call `step.stop()` instead of `break`: all ranks then stop after the same step."
+        fix = (
+            "call `step.stop()` instead of `break`, `return` or `sys.exit`: all ranks then stop after the "
+            "same step."
+        )
     return StepError(
         what,
         where=rank_location(rank, len(headers), step=named.step or None),

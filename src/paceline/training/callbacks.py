@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -134,8 +134,12 @@ class _Best(Callback):
     def on_fit_start(self, training: Training) -> None:
         self.best = None  # of an earlier `fit`
 
-    def is_best(self, evaluation: Evaluation) -> bool:
-        """Keep the metric of this evaluation if it is better by more than `min_delta`; whether it is."""
+    def is_best(self, evaluation: Evaluation | Mapping[str, float]) -> bool:
+        """Keep the metric of this evaluation if it is better by more than `min_delta`; whether it is.
+
+        Args:
+            evaluation: The result of `evaluate`, or values of your own by name, equal on all ranks.
+        """
         value = number_of(evaluation, self.metric)
         better = not math.isnan(value) and (
             self.best is None or self._sign * (value - self.best) > self._min_delta
@@ -181,10 +185,13 @@ class EarlyStopping(_Best):
         self.patience = patience
         self.num_bad = 0
 
-    def update(self, step: Step, evaluation: Evaluation) -> bool:
+    def update(self, step: Step, evaluation: Evaluation | Mapping[str, float]) -> bool:
         """Take an evaluation, and end the training after this step if it is time; whether it is.
 
-        Collective: all ranks, with the result of `evaluate`, in the same step.
+        Args:
+            evaluation: See `is_best`.
+
+        Collective: all ranks, in the same step.
         """
         self.num_bad = 0 if self.is_best(evaluation) else self.num_bad + 1
         self.has_ended = self.num_bad >= self.patience
@@ -261,27 +268,28 @@ class LearningRateMonitor(Callback):
         training.log(**({"lr": rates["lr/0"]} if len(rates) == 1 else rates))
 
 
-def numbers_of(evaluation: Evaluation) -> dict[str, float]:
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     """The results of an evaluation that are one number."""
     return {
         name: float(value)
-        for name, value in evaluation.values.items()
+        for name, value in values.items()
         if isinstance(value, int | float)
         or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
 
 
-def number_of(evaluation: Evaluation, metric: str) -> float:
+def number_of(evaluation: Evaluation | Mapping[str, float], metric: str) -> float:
     """A result of an evaluation as a number.
 
     Raises:
         ConfigError: there is no such result, or it is not one number.
     """
-    numbers = numbers_of(evaluation)
+    values = evaluation.values if isinstance(evaluation, Evaluation) else evaluation
+    numbers = numbers_of(values)
     if metric not in numbers:
         raise ConfigError(
             f"the evaluation has no number {metric!r}.",
-            why=f"its results are {', '.join(evaluation.values) or 'none'}.",
+            why=f"its results are {', '.join(values) or 'none'}.",
             fix="name one of them that is a number, or return one from the score.",
         )
     return numbers[metric]

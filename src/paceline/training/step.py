@@ -106,9 +106,13 @@ class _Record:
     total: torch.Tensor | None = None  # with count="tokens": the count summed over ranks, shape ()
     backwards: int = 0
     is_complete: bool = False  # whether `p.grad` is the gradient of all ranks
-    begun: torch.Tensor | None = None  # a parameter with the gradient of an earlier micro-batch
+    with_grad: torch.Tensor | None = None  # a parameter that has a gradient since the last backward
     is_updated: bool = False
     was_stepped: bool = False  # by `update`, unless the loss scaler left it out
+
+    def find_gradient(self) -> None:
+        """Note a parameter that has a gradient now."""
+        self.with_grad = next((p for p in self.trained.parameters if p.grad is not None), None)
 
 
 class Step:
@@ -299,12 +303,7 @@ class Step:
         self._refuse_backward(loss, records, optimizer)
         count = self._checked_count(loss, count, reduction, micro)
         reduction = reduction or "mean"
-        if records[0].begun is not None and records[0].begun.grad is None:
-            raise self._error(
-                "the gradients of the earlier micro-batches of this step are gone.",
-                why="the loop calls optimizer.zero_grad(), or sets p.grad, between them.",
-                fix="leave it out: `step.update()` clears the gradients.",
-            )
+        self._refuse_cleared(records[0])
         for record in records:
             record.needs_backward = False
             record.backwards += 1
@@ -333,11 +332,11 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
-        for record in records if not micro.is_last else ():
-            with_grad = (p for p in record.trained.parameters if p.grad is not None)
-            record.begun = next(with_grad, None)
         if is_complete:
             self._complete_gradients(records)
+        else:
+            for record in records:
+                record.find_gradient()
         if any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
@@ -441,6 +440,7 @@ class Step:
                 parts = [local(p.grad) for p in record.trained.parameters if p.grad is not None]
                 if parts:  # with `cpu_offload` of FSDP they are on the host
                     torch._foreach_mul_(parts, factor.to(parts[0].device))
+            record.find_gradient()
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
         """What `start_of` has left out of the gradients of an optimizer, shape (); None for 1."""
@@ -615,6 +615,17 @@ class Step:
                 fix="give Training the optimizers in the order of their backwards.",
             )
 
+    def _refuse_cleared(self, record: _Record) -> None:
+        # A single gradient may be dropped on purpose, as of a layer that is frozen for some steps.
+        if record.with_grad is None or record.with_grad.grad is not None:
+            return
+        if all(p.grad is None for p in record.trained.parameters):
+            raise self._error(
+                "the gradients of this step are gone.",
+                why="the loop calls optimizer.zero_grad(), or sets p.grad, before `step.update()`.",
+                fix="leave it out: `step.update()` clears the gradients.",
+            )
+
     def _refuse_update(self, record: _Record) -> None:
         planned = self._planned.num_micro_batches
         if record.is_updated:
@@ -638,6 +649,7 @@ class Step:
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
                 fix="call step.update after the loop.",
             )
+        self._refuse_cleared(record)
 
     def _backward_fix(self) -> str:
         several = ", or with optimizer=... for each optimizer" if len(self._records) > 1 else ""

@@ -293,7 +293,7 @@ class Trainer:
                 call("on_epoch_end", training, step)
             if validation is not None and validation.is_due(step, epochs):
                 evaluation = self._evaluate(training, validation)
-                numbers = numbers_of(evaluation).items()
+                numbers = numbers_of(evaluation.values).items()
                 values: dict[str, Any] = {f"validation_{name}": value for name, value in numbers}
                 training.log(**values)
                 call("on_evaluation_end", training, step, evaluation)
