@@ -16,7 +16,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from paceline import log
@@ -224,36 +223,9 @@ def find(path: str) -> Any | None:
     name = _BY_PATH[path]
     found = look_up(path)
     if found is None:
-        _warn(name)
+        version = importlib.import_module("torch").__version__
+        log.once(f"torch {version} has no {path}: {name.without}.")
     return found
-
-
-@functools.cache
-def has(path: str) -> bool:
-    """Whether the installed torch has a name; if not, it warns as `find` does.
-
-    An attribute that only objects have is there if a method of their class, which is in Python, names it.
-
-    Raises:
-        KeyError: `path` is not in `NAMES`.
-    """
-    name = _BY_PATH[path]
-    owner, _, last = path.rpartition(".")
-    there = last in _used_by(look_up(owner)) if name.of_objects else look_up(path) is not None
-    if not there:
-        _warn(name)
-    return there
-
-
-def _warn(name: PrivateName) -> None:
-    version = importlib.import_module("torch").__version__
-    log.once(f"torch {version} has no {name.path}: {name.without}.")
-
-
-def _used_by(owner: Any) -> set[str]:
-    """The names in the methods of a class and of its bases."""
-    members = [m for base in getattr(owner, "__mro__", ()) for m in vars(base).values()]
-    return {n for m in members if isinstance(m, FunctionType) for n in m.__code__.co_names}
 
 
 def attribute(path: str, owner: Any) -> Any | None:
