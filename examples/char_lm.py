@@ -93,7 +93,7 @@ def main() -> None:
             if step.ends_epoch:
                 loss_now = float(step.loss)  # a sum over ranks, so every rank calls it
                 if job.rank == 0:
-                    print(f"epoch {step.epoch + 1}: {loss_now:.3f} nats a character")
+                    print(f"epoch {step.epoch}: {loss_now:.3f} nats a character")
 
 
 if __name__ == "__main__":

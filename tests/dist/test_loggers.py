@@ -325,7 +325,7 @@ def test_the_display_has_the_step_the_rate_and_the_values(
             time.sleep(0.05)  # the first window ends after 0.1 s
             training.log(**{"loss[bold]": 0.5, "[/x]": math.nan})
     last = shown.getvalue().partition("step 6/6")[2]
-    assert re.search(r"epoch 2  \d+ samples/s  loss\[bold\] 0\.5  \[/x\] nan", last)
+    assert re.search(r"epoch 1  \d+ samples/s  loss\[bold\] 0\.5  \[/x\] nan", last)
     assert ("rank 0 " in last) == is_terminal
 
 

@@ -45,7 +45,7 @@ def test_a_running_job(tmp_path: Path) -> None:
     _write(tmp_path)
     shown = _shown(tmp_path)
     assert re.search(r"step 20/50 .*40%  0:00:30 left", shown)
-    assert "epoch 2  40 samples/s  loss 0.05" in shown
+    assert "epoch 1  40 samples/s  loss 0.05" in shown
     # 0.1 s wait for data, 0.55 s compute and 0.35 s communication; 0.1, 0.8 and 0.1 s on the other rank
     first, second = re.findall(r"^rank [01] ([=DC].*)", shown, re.MULTILINE)
     assert re.fullmatch(r"={27,28}D{5}C{17,18}    2\.0 GB  0\.5 cores", first)

@@ -64,7 +64,11 @@ class Finding:
         return 1 / (1 - min(self.share, 0.99))
 
     def __str__(self) -> str:
-        return f"{self.title}: {self.cure}, at most {self.gain:.2g}x as fast"
+        rest = 1 / self.gain
+        return (
+            f"{self.title}: {self.cure}. If this cost nothing, a step would take {100 * rest:.0f} % of its "
+            f"time ({self.gain:.1f} times as fast)"
+        )
 
 
 def judge(record: Record) -> list[Finding] | None:

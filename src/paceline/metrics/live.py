@@ -74,7 +74,7 @@ def describe(run: Mapping[str, Any], windows: Sequence[Window], last: Mapping[st
     """The epoch, the rate, and the values that were logged last."""
     words = []
     if isinstance(epoch := last.get("epoch"), int):
-        words.append(f"epoch {epoch + 1}")
+        words.append(f"epoch {epoch}")
     if windows:
         rate = windows[-1].rate
         words.append(f"{rate:,.0f} {windows[-1].unit}/s")
