@@ -29,7 +29,7 @@ from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.report import Report
-from paceline.metrics.usage import gpu_busy
+from paceline.metrics.usage import Usage, gpu_busy
 from paceline.report.run import load
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -309,6 +309,9 @@ def test_a_gpu_that_tells_nothing_stops_no_training(
     with caplog.at_level(logging.WARNING, "paceline"):
         assert gpu_busy(torch.device("cuda")) == -1
     assert "no GPU utilization: RuntimeError: Not Supported" in caplog.text
+    memory_bytes, busy = Usage(torch.device("xpu")).measure()
+    assert memory_bytes > 0
+    assert busy == -1
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -49,7 +49,9 @@ def test_both_nodes_name_the_cause(
     assert "".join(end.err for end in ends).count("Traceback") == (script is RAISE)
     if ranks == 2:
         # Only the ranks that noticed before they were ended.
-        assert all(re.search(r"  ranks? [0-2,-]+ only followed: ", end.err) for end in ends), ends
+        assert all(
+            re.search(r"  ranks? [0-2,-]+ failed as a consequence: ", end.err) for end in ends
+        ), ends
     assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 10
 
 
@@ -135,7 +137,7 @@ def test_a_node_that_comes_while_the_job_ends_does_not_begin_it_again(
     ends = [finish(node) for node in (host, other)]
     assert [end.code for end in ends] == [0, 0], ends
     assert (tmp_path / "whole").exists()
-    assert "begin again" not in ends[0].err + ends[1].err
+    assert "stop and restart" not in ends[0].err + ends[1].err
     assert finish(third).code == 1
 
 
@@ -167,6 +169,6 @@ def test_a_rank_that_ended_on_another_node_is_named(
         else:
             said = "paceline: rank 1 ended with exit code 0 while the others went on"
             assert said in end.err.splitlines(), ends
-            assert "rank 0 only followed: it lost its peer" in end.err
+            assert "rank 0 failed as a consequence: it lost its peer" in end.err
             assert "or the cause is on another host" not in end.err
     assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 15

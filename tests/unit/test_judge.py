@@ -81,23 +81,23 @@ def test_ranks_that_wait_for_data(ranks: int) -> None:
     where = " on all ranks" * (ranks > 1)
     assert found.kind == "data"
     assert found.title == f"input-bound: 67 % of the step waits for data{where}"
-    assert found.cure == f"Batches(..., workers={8 // ranks})"
+    assert found.fix == f"Batches(..., workers={8 // ranks})"
     assert found.gain == pytest.approx(0.298 / 0.098, rel=0.01)
     assert str(found).endswith("a step would take 33 % of its time (3.0 times as fast)")
 
 
 @pytest.mark.parametrize(
-    ("run", "cure"),
+    ("run", "fix"),
     [
         ({"workers": 0, "cores": 2}, "Batches(..., workers=1)"),
         ({"workers": 2, "dataloader": True}, "DataLoader(..., num_workers=4)"),
         ({"workers": 4}, "make the samples cheaper, because 4 workers "),
     ],
 )
-def test_more_workers_are_advised_while_cores_are_free(run: dict[str, Any], cure: str) -> None:
+def test_more_workers_are_advised_while_cores_are_free(run: dict[str, Any], fix: str) -> None:
     slow = HEALTHY | {"data": 0.2}
     (found,) = judge(record(slow, slow, **run))
-    assert found.cure.startswith(cure)
+    assert found.fix.startswith(fix)
 
 
 def test_data_that_a_slower_rank_hides_is_not_blamed() -> None:
@@ -152,10 +152,10 @@ def test_ranks_that_all_wait_in_the_same_step_communicate() -> None:
     (found,) = judge(record(BOUND, BOUND, exposed_s=0.09))
     assert found.kind == "communication"
     assert found.title == "communication-bound: each step of 197 ms waits 90 ms for communication"
-    assert found.cure.startswith('ddp(..., compress="bf16")')
+    assert found.fix.startswith('ddp(..., compress="bf16")')
     assert found.gain == pytest.approx(0.197 / 0.107)
     (compressed,) = judge(record(BOUND, BOUND, exposed_s=0.09, compress=True))
-    assert compressed.cure.startswith("a larger global_batch")
+    assert compressed.fix.startswith("a larger global_batch")
 
 
 @pytest.mark.parametrize(

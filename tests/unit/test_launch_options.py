@@ -135,6 +135,8 @@ REFUSED = [
             "--nnodes=2 --rdzv-conf=join_timeot=3": "--rdzv-conf has no 'join_timeot'",
             "--nnodes=2 --rdzv-conf=join_timeout=-3": "join_timeout must be a positive number",
             "--local-ranks-filter=a": "--local-ranks-filter must be numbers",
+            "--redirects=4": "--redirects is '4'",
+            "--tee=0:1,1": "--tee is '0:1,1'",
             "--no-python no-such-program": "there is no program 'no-such-program'",
             "--hang-after=-1": "0 to switch it off; it is -1.0.",
             "--hang-after=0 --on-hang=end": "--on-hang=end needs --hang-after",

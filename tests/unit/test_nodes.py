@@ -106,13 +106,13 @@ def test_a_node_is_dead_after_so_many_missing_heartbeats(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     heartbeats = Heartbeats(1.0, float(beats))
-    heartbeats.look({"a": b"1", "b": b"1"})
-    for number in range(1, beats + 2):  # a look is a little later than a heartbeat
+    heartbeats.update({"a": b"1", "b": b"1"})
+    for number in range(1, beats + 2):  # an update is a little later than a heartbeat
         now = 100.0 + 1.05 * number
-        heartbeats.look({"a": b"1", "b": b"%d" % (number + 1)})
+        heartbeats.update({"a": b"1", "b": b"%d" % (number + 1)})
     assert heartbeats.dead == {"a"}
     now += 100.0  # this launcher was stopped: the others may have been, too
-    heartbeats.look({"a": b"1", "b": b"9"})
+    heartbeats.update({"a": b"1", "b": b"9"})
     assert heartbeats.dead == set()
 
 
@@ -183,7 +183,7 @@ def test_a_node_that_found_no_place_does_not_close_the_job_of_the_others(port: i
         member.close(job_ended=True)
 
 
-def test_the_others_begin_again_without_a_node_that_cannot_start_its_ranks(port: int) -> None:
+def test_the_others_restart_without_a_node_that_cannot_start_its_ranks(port: int) -> None:
     met = _meet(port, ["--nnodes=1:2"], count=2, say=[])
     stays, leaves = met[0][0], met[1][0]
     assert leaves.leave()
@@ -191,7 +191,7 @@ def test_the_others_begin_again_without_a_node_that_cannot_start_its_ranks(port:
     deadline = time.monotonic() + 20
     while (change := stays.change()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert change == Change("other nodes begin again", joins=True, has_begun=True)
+    assert change == Change("other nodes have begun a restart", joins=True, has_begun=True)
     assert stays.next_round().nodes == 1
     assert not stays.leave()
     stays.close(job_ended=True)

@@ -183,7 +183,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
         "  where: rank 1, host h, pid 1",
         "  why:   it reached its end, or called sys.exit(0) or os._exit(0), before the others were done.",
         "  fix:   let all ranks do the same number of steps and end together.",
-        "  ranks 0 and 2 only followed: they lost their peer.",
+        "  ranks 0 and 2 failed as a consequence: they lost their peer.",
     ]
     assert "or the cause is on another host" in render_failure(verdict, NODES)
     assert render_restart(verdict, SHAPE) == (
@@ -250,7 +250,7 @@ def test_the_report_has_the_traceback_first_and_once() -> None:
         "[1] ValueError: bad",
         "paceline: rank 1 of 4 failed: ValueError: bad",
         "  where: rank 1, host h, pid 1, exit code 1, train.py:7 in main",
-        "  ranks 0 and 3 only followed: they lost their peer.",
+        "  ranks 0 and 3 failed as a consequence: they lost their peer.",
         "  rank 2 failed later: KeyError: 'x'.",
     ]
 

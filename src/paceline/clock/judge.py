@@ -32,7 +32,7 @@ _MOST_ROWS = 20_000  # ranks times windows; more take seconds to judge and chang
 _LARGER = (
     "check whether it has larger or more samples than the others, or a larger part of the model"
 )
-_CURES = {
+_FIXES = {
     "forward": _LARGER,
     "backward": _LARGER,
     "optimizer": "check whether it updates more parameters than the others, or does more here",
@@ -49,13 +49,13 @@ class Finding:
     Args:
         kind: "data", "communication", "straggler" or "checkpoint".
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
-        cure: What to change first: "Batches(..., workers=4)".
-        share: Of the time of a step: what goes if the cure removes all of it.
+        fix: What to change first: "Batches(..., workers=4)".
+        share: Of the time of a step: what goes if the fix removes all of it.
     """
 
     kind: str
     title: str
-    cure: str
+    fix: str
     share: float
 
     @property
@@ -66,7 +66,7 @@ class Finding:
     def __str__(self) -> str:
         rest = 1 / self.gain
         return (
-            f"{self.title}: {self.cure}. If this cost nothing, a step would take {100 * rest:.0f} % of its "
+            f"{self.title}: {self.fix}. If this cost nothing, a step would take {100 * rest:.0f} % of its "
             f"time ({self.gain:.1f} times as fast)"
         )
 
@@ -139,7 +139,7 @@ def _slow_ranks(steps: _Steps) -> Iterator[Finding]:
         title=f"{name_ranks(slow)} {'are' if len(slow) > 1 else 'is'} slow: the others wait "
         f"{_duration(usual_s)} in each step of {_duration(steps.step_s)} ({where} takes "
         f"{_duration(own[phase][slowest])} on {there}, {_duration(others_s[phase])} on the others)",
-        cure=_CURES[phase],
+        fix=_FIXES[phase],
         share=usual_s / steps.step_s,
     )
 
@@ -158,12 +158,12 @@ def _data(steps: _Steps) -> Iterator[Finding]:
     yield Finding(
         kind="data",
         title=f"input-bound: {100 * share:.0f} % of the step waits for data{where}",
-        cure=_data_cure(steps.run, len(steps.ranks)),
+        fix=_data_fix(steps.run, len(steps.ranks)),
         share=share,
     )
 
 
-def _data_cure(run: Mapping[str, Any], num_ranks: int) -> str:
+def _data_fix(run: Mapping[str, Any], num_ranks: int) -> str:
     workers = run.get("workers") or 0
     per_rank = run.get("cores", 1) // run.get("local_world_size", num_ranks)
     option = "DataLoader(..., num_workers=" if run.get("dataloader") else "Batches(..., workers="
@@ -189,14 +189,14 @@ def _communication(steps: _Steps) -> Iterator[Finding]:
     exposed_s = _median([window.exposed_s for window in steps.windows])
     if not steps.is_long(exposed_s):
         return
-    cure = "a larger global_batch with the same micro_batch, which is another training"
+    fix = "a larger global_batch with the same micro_batch, which is another training"
     if not run.get("compress"):
-        cure = f'ddp(..., compress="bf16"), which rounds gradients, or {cure}'
+        fix = f'ddp(..., compress="bf16"), which rounds gradients, or {fix}'
     yield Finding(
         kind="communication",
         title=f"communication-bound: each step of {_duration(steps.step_s)} waits "
         f"{_duration(exposed_s)} for communication",
-        cure=cure,
+        fix=fix,
         share=exposed_s / steps.step_s,
     )
 
@@ -209,7 +209,7 @@ def _checkpoints(steps: _Steps) -> Iterator[Finding]:
         yield Finding(
             kind=CHECKPOINT,
             title=f"checkpoints take {100 * share:.0f} % of the time",
-            cure=_CURES["checkpoint"],
+            fix=_FIXES["checkpoint"],
             share=share,
         )
 

@@ -43,7 +43,7 @@ class Window:
         spent_s: By phase of `PHASES`, the seconds of each rank.
         exposed_s: Seconds of communication in one step on the rank that waited least in it: the other ranks
             waited as long for the communication itself, and beyond that for a slower rank.
-        memory_bytes: By rank: of the device, or of the process on the CPU.
+        memory_bytes: By rank: of the GPU with CUDA, else of the process.
         busy: By rank: the share of time that the GPU was busy (-1 if unknown), or the number of cores
             that it used.
     """

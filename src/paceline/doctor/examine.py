@@ -1,6 +1,6 @@
 """What is so on the hosts of a job, without judgement: facts that JSON can represent.
 
-The ranks meet, exchange the facts of their hosts through the store, connect to each other with plain sockets,
+The ranks join, exchange the facts of their hosts through the store, connect to each other with plain sockets,
 and do one all-reduce. The sockets come first, because a broken network breaks the process group.
 """
 

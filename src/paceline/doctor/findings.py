@@ -243,7 +243,7 @@ def _reduce(facts_of_ranks: list[Facts]) -> Iterator[Finding]:
         errors = [result["error"] for result in results if "error" in result]
         if errors:
             known = next((hit for text in errors if (hit := recognise(text))), None)
-            text = errors[0].splitlines()[0][:300]
+            text = errors[0].partition("\n")[0][:300]
             fix = known.cause.fix if known else "run `paceline explain` on the whole error."
             yield _fail(name, f"it failed: {text}", fix)
         elif results and not all(result["right"] for result in results):

@@ -107,7 +107,7 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and world_size > 1:
         raise ConfigError(
-            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: the ranks cannot meet.",
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: there is no rendezvous.",
             fix="start with `paceline run` or torchrun, or set them to the host and a free port of "
             "rank 0.",
             variables=missing,

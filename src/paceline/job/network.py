@@ -1,7 +1,7 @@
 """Which interface of this host leads to the other hosts of a job. Uses no torch.
 
 Gloo and TensorPipe take the address that the host's own name resolves to; on Debian and Ubuntu that is
-127.0.1.1, which no other host can reach. So each node looks up the route to the host that the ranks meet at,
+127.0.1.1, which no other host can reach. So each node looks up the route to the host of the rendezvous,
 and pins the backends to its interface.
 """
 
@@ -24,7 +24,7 @@ _ELSEWHERE = "192.0.2.1"
 
 @dataclass(frozen=True)
 class Route:
-    """The way from this host to the one that the ranks meet at.
+    """The way from this host to the host of the rendezvous.
 
     Attributes:
         interface: its name, such as `eth0`.
@@ -77,7 +77,7 @@ def source_address(address: str, port: int = _ANY_PORT) -> str | None:
 
 
 def route_to(host: str) -> Route | None:
-    """The interface for a job whose ranks meet at `host`; None if no interface leads there.
+    """The interface for a job with its rendezvous at `host`; None if no interface leads there.
 
     If `host` is the loopback, so is the interface. If the name of `host` resolves to a loopback address only,
     it is this host, and nothing says which network the others are on: the default route is taken.

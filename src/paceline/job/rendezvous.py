@@ -55,14 +55,14 @@ def connect_store(
     Raises:
         ConfigError: the address is in use or cannot be bound here.
         CollectiveTimeout: a rank did not come.
-        PeerFailed: rank 0 ended before all ranks had met.
+        PeerFailed: rank 0 ended before all ranks had joined.
 
     Collective: all ranks.
     """
-    host, port, job = _meeting_point(info)
+    host, port, job = _store_address(info)
     # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses of dead
     # ones (seen with torchrun of torch 2.13). The same holds for a second join of a process. The computed
-    # ports of two jobs may be equal, and then their ranks must not meet.
+    # ports of two jobs may be equal, and then their ranks must not mix.
     prefix = f"paceline{job}/{info.restarts}"
     if (join := next(_joins)) > 0:
         prefix += f"/again {join}"
@@ -80,7 +80,7 @@ def connect_store(
     return prefixed
 
 
-def _meeting_point(info: RankInfo) -> tuple[str, int, str]:
+def _store_address(info: RankInfo) -> tuple[str, int, str]:
     """The host and port of the store, and a prefix of its keys that names the job."""
     if info.master is not None:
         host, _, port = info.master.rpartition(":")
@@ -146,7 +146,7 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
 
 
 def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:
-    keys = [f"met/{rank}" for rank in range(1, info.world_size)]
+    keys = [f"joined/{rank}" for rank in range(1, info.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -158,13 +158,13 @@ def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None
 
 def _wait_for_rank0(store: dist.Store, info: RankInfo, timeout_s: float) -> None:
     try:
-        store.set(f"met/{info.rank}", "")
+        store.set(f"joined/{info.rank}", "")
         # Rank 0 writes which ranks are missing; its wait may have begun only when this rank came.
         store.wait([_MISSING], timedelta(seconds=timeout_s + _GRACE_S))
         missing = json.loads(store.get(_MISSING))
     except dist.DistNetworkError as error:
         raise PeerFailed(
-            "rank 0 ended before all ranks had met.",
+            "rank 0 ended before all ranks had joined.",
             where=rank_location(info.rank, info.world_size),
             fix="see the log of rank 0.",
             rank=0,

@@ -31,7 +31,7 @@ class SlurmStep:
         node_rank: index of this node in `tasks`.
         rank: index of this task in the step.
         local_rank: index of this task on its node.
-        endpoint: "host:port" at which the tasks meet: the first node, and a port that all tasks compute.
+        endpoint: "host:port" of the rendezvous: the first node, and a port that all tasks compute.
         key: identifies the job and the step. Each task of an array is a job.
         restarts: how often Slurm has queued the job again.
     """

@@ -30,7 +30,7 @@ from paceline.machine import owner_of_port
 FIRST_REPORT_S = 5.0
 REPORT_S = 10.0
 _CONNECT_S = 3.0
-_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: hosts that start together meet at once
+_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: hosts that start together do not wait
 _POLL_S = 0.2
 _BACKLOG = 4096
 LOOPBACK = "127.0.0.1"

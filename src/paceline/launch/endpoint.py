@@ -1,4 +1,4 @@
-"""The store at which the launchers of several nodes meet: who serves it, and the wait until it is there.
+"""The store of the rendezvous of several nodes: who serves it, and the wait until it is there.
 
 The store is served by the node with `is_host` or node rank 0, or else by the node that owns the address of
 the endpoint; host names are not compared. The other nodes wait for it. If they cannot connect, for example

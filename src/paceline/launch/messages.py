@@ -69,7 +69,7 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
     lines += f"paceline: {failure}".splitlines()
     if first.followers:
         reason = "it lost its peer" if len(first.followers) == 1 else "they lost their peer"
-        lines.append(f"  {name_ranks(first.followers)} only followed: {reason}.")
+        lines.append(f"  {name_ranks(first.followers)} failed as a consequence: {reason}.")
     for text, outcomes in group_by_text(first.others, lambda each: _later(first, each)).items():
         lines.append(f"  {name_ranks(outcome.rank for outcome in outcomes)} failed {text}.")
     known_calls = [rank for rank, call in info.calls.items() if call]

@@ -24,15 +24,15 @@ from paceline.watch.crash import RankOutcome
 from paceline.watch.rank_state import RankState
 from paceline.watch.wire import UNREADABLE, from_json
 
-_LONGEST_PAUSE_S = 2.5  # between two looks at the store
-# The other launchers notice a failure with their next look, and answer at once.
+_LONGEST_PAUSE_S = 2.5  # between two syncs with the store
+# The other launchers notice a failure with their next sync, and answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
 _WAIT_S = 0.02
-_NODES_OF_A_WAIT = 16  # with more, each looks less often
+_NODES_OF_A_WAIT = 16  # with more, each syncs less often
 _UPDATE_S = 2.0  # for the store to take a record
 _STATES_BYTES = 4 << 20  # torch's store closes a connection that sends more than 8 MiB
-_CALL_S = 60.0  # for any call of the store; torch limits only some of them
+STORE_S = 60.0  # for any call of the store; torch limits only some of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class Heartbeats:
         self._window_s = window_s
         self._pause_s = max(window_s / 2, 2.5 * interval_s)
         self._seen: dict[str, tuple[bytes, float]] = {}
-        self._looked_at = 0.0
+        self._updated_at = 0.0
 
-    def look(self, beats: Mapping[str, bytes]) -> None:
+    def update(self, beats: Mapping[str, bytes]) -> None:
         """Note the newest heartbeat of each node."""
         now = time.monotonic()
         # After a pause of this process no node is called dead: the others may have paused too.
-        paused = now - self._looked_at > self._pause_s
-        self._looked_at = now
+        paused = now - self._updated_at > self._pause_s
+        self._updated_at = now
         for node, beat in beats.items():
             last = self._seen.get(node)
             if paused or last is None or last[0] != beat:
@@ -101,12 +101,12 @@ class NodeRecords:
         window_s: A node without a new heartbeat for so long is dead.
 
     Attributes:
-        own: The record of this node. The thread writes it with its next look.
-        nodes: Names of the nodes to look at.
+        own: The record of this node. The thread writes it with its next sync.
+        nodes: Names of the nodes whose records are read.
         others: Their latest records.
         state: The latest value of the key `state`.
         lost: Whether the connection to the store was lost.
-        looks: Number of looks so far.
+        sync_count: Number of syncs so far.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class NodeRecords:
         self.others: dict[str, NodeRecord] = {}
         self.state = b""
         self.lost = False
-        self.looks = 0
+        self.sync_count = 0
         self.pause_s = min(interval_s / 2, _LONGEST_PAUSE_S)
         self._store = store
         self._heartbeats = Heartbeats(interval_s, window_s)
@@ -135,7 +135,7 @@ class NodeRecords:
         """Those of `nodes` that have no new heartbeat."""
         return self._heartbeats.dead
 
-    def call(self, method: str, *args: Any, timeout_s: float = _CALL_S) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float = STORE_S) -> Any:
         """Call a method of the store.
 
         Raises:
@@ -143,15 +143,15 @@ class NodeRecords:
         """
         return self._do(lambda: getattr(self._store, method)(*args), timeout_s)
 
-    def look(self, *, timeout_s: float = 0.5) -> None:
+    def sync(self, *, timeout_s: float = 0.5) -> None:
         """Write the own record and read the others now; if the store does not answer, give up."""
         with contextlib.suppress(RuntimeError):
-            self._do(self._look, timeout_s)
+            self._do(self._sync, timeout_s)
 
     def update(self, **changes: Any) -> None:
         """Change the own record."""
         self.own = dataclasses.replace(self.own, **changes)
-        self.look(timeout_s=_UPDATE_S)
+        self.sync(timeout_s=_UPDATE_S)
 
     def close(self) -> None:
         """End the thread."""
@@ -164,15 +164,16 @@ class NodeRecords:
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
+            future.cancel()  # tasks that nobody awaits must not delay later ones
             raise RuntimeError(f"the store did not answer within {timeout_s:g} s") from error
 
     def _serve(self) -> None:
-        next_look = time.monotonic()
+        next_sync = time.monotonic()
         while True:
-            wait_s = next_look - time.monotonic()
+            wait_s = next_sync - time.monotonic()
             if wait_s <= 0:
-                next_look = time.monotonic() + self.pause_s
-                self._run(Future(), self._look)
+                next_sync = time.monotonic() + self.pause_s
+                self._run(Future(), self._sync)
                 continue
             with contextlib.suppress(queue.Empty):
                 task = self._tasks.get(timeout=wait_s)
@@ -181,27 +182,29 @@ class NodeRecords:
                 self._run(*task)
 
     def _run(self, future: Future[Any], task: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(task())
         except Exception as error:
             self.lost = True
             future.set_exception(error)
 
-    def _look(self) -> None:
+    def _sync(self) -> None:
         own = self.own
         if own is not self._written:
             self._store.set(f"record/{self.name}", json.dumps(dataclasses.asdict(own)))
             self._written = own
             self._version += 1
-        self.looks += 1
-        self._store.set(f"beat/{self.name}", f"{self.looks} {self._version}")
+        self.sync_count += 1
+        self._store.set(f"beat/{self.name}", f"{self.sync_count} {self._version}")
         if self._store.check(["state"]):
             self.state = self._store.get("state")
         names = sorted(self.nodes - {self.name})
         keys = [f"beat/{name}" for name in names]
         if names and self._store.check(keys):
             beats = dict(zip(names, self._store.multi_get(keys), strict=True))
-            self._heartbeats.look(beats)
+            self._heartbeats.update(beats)
             for name, beat in beats.items():
                 version = beat.partition(b" ")[2]
                 if self._versions.get(name) != version:
@@ -278,7 +281,7 @@ class NodeExchange:
         """Publish that the ranks of this node have ended; returns whether those of all nodes have."""
         if not self._records.own.done:
             self._records.update(done=True)
-        self._records.look()
+        self._records.sync()
         return self.others_done
 
     @property
@@ -310,7 +313,7 @@ class NodeExchange:
 
     def request_states(self) -> None:
         """Ask all launchers for the states of their ranks, or join the request of another launcher."""
-        self._records.look()
+        self._records.sync()
         # Two requests at once are one: each launcher awaits answers to its own number.
         own, newest = self._records.own.request, self._newest_request()
         self._records.update(request=newest if newest > own else own + 1)
@@ -333,7 +336,7 @@ class NodeExchange:
 
     def collect_states(self) -> tuple[list[RankState], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
-        self._records.look()
+        self._records.sync()
         request = self._records.own.request
         with contextlib.suppress(RuntimeError):  # the next turn tries again
             for name in self._others:
@@ -362,7 +365,7 @@ class NodeExchange:
             if all(ready(self._record(name)) for name in living):
                 return
             time.sleep(pause_s)
-            self._records.look()
+            self._records.sync()
 
 
 def _to_json(states: Sequence[RankState]) -> str:

@@ -1,4 +1,4 @@
-"""The rendezvous of several nodes: the launchers meet in a store, and agree on the nodes of each round.
+"""The rendezvous of several nodes: the launchers agree, through a store, on the nodes of each round.
 
 The state that they share is one JSON text, which each changes with `compare_set`: `next_state` has the rules.
 Each node changes its heartbeat twice a second (node_exchange.py). A node is dead when its heartbeat has not
@@ -35,7 +35,7 @@ from paceline.errors import LaunchFailed
 from paceline.job.network import address_from_here, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
 from paceline.launch.endpoint import connect_store_at
-from paceline.launch.node_exchange import NodeExchange, NodeRecords
+from paceline.launch.node_exchange import STORE_S, NodeExchange, NodeRecords
 from paceline.launch.options import LaunchOptions
 from paceline.launch.rendezvous import (
     STORE_TIMEOUT,
@@ -52,13 +52,12 @@ _HEARTBEAT_S = 1.0
 _HEARTBEAT_OF_MANY_S = 5.0
 _BEATS = 3  # a node without a heartbeat for so many intervals is dead
 _JOIN_S_PER_NODE = 0.02
-_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start together meet at once
+_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start together do not wait
 _POLL_S = 0.1
 _NODES_OF_A_POLL = 16  # with more, each polls less often
-_STORE_S = 60.0  # for the node that serves the store of a round
 _SILENT_S = 60.0  # a rendezvous that does not answer for so long is lost
 _CLOSE_S = 5.0
-_TURN_S = 1.0  # longest time between two looks at a change, unless the launcher was stopped
+_TURN_S = 1.0  # longest time between two calls of `change`, unless the launcher was stopped
 _LABELS = {
     "nodes": "--nnodes",
     "torch": "torch",
@@ -262,7 +261,7 @@ class NodeRendezvous(Rendezvous):
         self._after = 0
         self._known: dict[str, NodeFacts] = {}
         self._current: Round | None = None
-        self._looks = 0  # that `change` has seen
+        self._sync_count = 0  # that `change` has seen
         self._silent_s, self._changed_at = 0.0, time.monotonic()
         route = route_to(options.endpoint.host)
         address = address_from_here(options.args.local_addr) if options.args.local_addr else ""
@@ -272,7 +271,7 @@ class NodeRendezvous(Rendezvous):
         self._records = NodeRecords(shared, self._name, interval_s=interval_s, window_s=window_s)
         try:
             with _reached():
-                self._records.look(timeout_s=_STORE_S)
+                self._records.sync(timeout_s=STORE_S)
                 first = self._publish()
             self._refuse_difference(first)
             if self._facts.number is not None:
@@ -387,7 +386,7 @@ class NodeRendezvous(Rendezvous):
         if node == 0:
             self._store = self._serve_ranks()
             self._call("set", key, str(self._store.port))
-        deadline = time.monotonic() + _STORE_S
+        deadline = time.monotonic() + STORE_S
         while not self._call("check", [key]):
             now, _ = self._read()
             is_dead = state.nodes[0] in self._records.dead
@@ -457,7 +456,7 @@ class NodeRendezvous(Rendezvous):
                 return None
             return Change(f"{', '.join(names)}: no heartbeat for {self._window_s:g} s")
         if self._name in (*state.nodes, *state.expected):
-            return Change("other nodes begin again", joins=True, has_begun=True)
+            return Change("other nodes have begun a restart", joins=True, has_begun=True)
         return Change("this node did not respond, and the others continued")
 
     def _is_lost(self) -> bool:
@@ -466,8 +465,8 @@ class NodeRendezvous(Rendezvous):
         now = time.monotonic()
         self._silent_s += min(now - self._changed_at, _TURN_S)
         self._changed_at = now
-        if self._looks != self._records.looks:
-            self._looks, self._silent_s = self._records.looks, 0.0
+        if self._sync_count != self._records.sync_count:
+            self._sync_count, self._silent_s = self._records.sync_count, 0.0
         return self._records.lost or self._silent_s > _SILENT_S
 
     def leave(self) -> bool:
@@ -495,7 +494,7 @@ class NodeRendezvous(Rendezvous):
         self._records.close()
         self._store = None
 
-    def _read(self, timeout_s: float = _STORE_S) -> tuple[State, str]:
+    def _read(self, timeout_s: float = STORE_S) -> tuple[State, str]:
         """The state, as text too."""
         initial = _encode(State())
         data = self._records.call("compare_set", "state", "", initial, timeout_s=timeout_s)

@@ -54,7 +54,7 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
         "--host",
         str,
         None,
-        "HOST[:PORT] at which the nodes meet, the same on all of them; short for --rdzv-backend c10d "
+        "HOST[:PORT] of the rendezvous, the same on all of them; short for --rdzv-backend c10d "
         f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}, or the first of --port-range). The node "
         "with --node-rank 0, or else the one that has the address, serves it",
     ),
@@ -109,7 +109,7 @@ _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
         ("--nnodes", str, "1:1", "how many nodes the job has, or MIN:MAX (default: 1)"),
         ("--node-rank", int, None, "the number of this node, from 0"),
         ("--rdzv-backend", str, "static", "c10d, or static: node 0 serves --master-addr"),
-        ("--rdzv-endpoint", str, "", "HOST:PORT where the nodes meet"),
+        ("--rdzv-endpoint", str, "", "HOST:PORT of the rendezvous"),
         ("--rdzv-id", str, "none", "the name of the job"),
         ("--rdzv-conf", str, "", f"KEY=VALUE,... of {', '.join(_CONFIGURES)}"),
         ("--standalone", bool, False, "one node; no other option of this group counts"),
@@ -144,7 +144,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where the nodes meet.
+    """The rendezvous endpoint of several nodes.
 
     Attributes:
         host: Name or address.
@@ -186,7 +186,7 @@ class LaunchOptions:
     Args:
         args: As argparse returns them.
         nproc: Number of ranks on this node.
-        endpoint: Where the nodes meet; None for one node.
+        endpoint: Of the rendezvous; None for one node.
         address: Where one node binds its store.
         node_rank: The number that the user gave this node; None if there is none.
         ports: First and last port that the launcher may listen on; None: the kernel chooses.
@@ -514,7 +514,7 @@ def _own_address(args: Namespace, nodes: int, notes: list[str]) -> tuple[str, in
             notes.append("--standalone: the rendezvous options and --master-port are not used")
         return args.local_addr or _LOOPBACK, 0
     _check_node_rank(args.node_rank, nodes)
-    host, port, is_named = _meeting_point(args)
+    host, port, is_named = _rendezvous_endpoint(args)
     if not is_named:
         host = args.local_addr or host
     if port is None:
@@ -525,8 +525,8 @@ def _own_address(args: Namespace, nodes: int, notes: list[str]) -> tuple[str, in
 def _endpoint(
     args: Namespace, ports: tuple[int, int] | None, node_rank: int | None, is_host: bool | None
 ) -> Endpoint:
-    """Where several nodes meet."""
-    host, port, is_named = _meeting_point(args)
+    """The rendezvous endpoint of several nodes."""
+    host, port, is_named = _rendezvous_endpoint(args)
     if args.rdzv_backend == "static":
         node_rank = node_rank or 0  # torchrun's default
     default = _C10D_PORT if is_named or args.rdzv_backend != "static" else _STATIC_PORT
@@ -539,7 +539,7 @@ def _endpoint(
     )
 
 
-def _meeting_point(args: Namespace) -> tuple[str, int | None, bool]:
+def _rendezvous_endpoint(args: Namespace) -> tuple[str, int | None, bool]:
     """Host, port if it is given, and whether --host or --rdzv-endpoint names them."""
     _check_host(args)
     if args.host is not None:
@@ -557,7 +557,7 @@ def _check_host(args: Namespace) -> None:
         if args.rdzv_backend not in ("static", "c10d"):
             raise ConfigError(
                 f"--rdzv-backend={args.rdzv_backend} cannot be used here.",
-                why="the launchers meet at a store that one of them serves.",
+                why="the rendezvous is a store that one of the launchers serves.",
                 fix="give --host with the address of a node, or --rdzv-backend=c10d.",
             )
         return
@@ -645,6 +645,9 @@ def _check(args: Namespace) -> int:
             f"--local-ranks-filter must be numbers, and is {args.local_ranks_filter!r}.",
             fix="give local ranks, such as 0,1.",
         )
+    for name, value in (("--redirects", args.redirects), ("--tee", args.tee)):
+        if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", value, re.ASCII):  # as torch reads it
+            raise ConfigError(f"{name} is {value!r}.", fix=f"give {_WHAT}.")
     try:
         parse_signals(args.signals_to_handle)
     except ValueError as error:

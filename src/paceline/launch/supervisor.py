@@ -12,7 +12,7 @@ from enum import Enum
 from string import Template
 from typing import Any
 
-from paceline.errors import ConfigError, LaunchFailed, count_of, name_ranks
+from paceline.errors import LaunchFailed, count_of, name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.job import preemption
 from paceline.job.network import (
@@ -56,7 +56,7 @@ def launch(options: LaunchOptions, local_ranks: LocalRanks) -> int:
     """Run a job on this node; returns the exit code.
 
     Raises:
-        ConfigError: the store of the job cannot be served here, or the log options are wrong.
+        ConfigError: the store of the job cannot be served here.
 
     Collective: one process of each node.
     """
@@ -373,14 +373,9 @@ class Supervisor:
         with quiet_torch():
             from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
         args = self._options.args
-        try:
-            specs = DefaultLogsSpecs(
-                args.log_dir, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee)
-            )
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(
-                f"{error}.".replace("..", "."), where="--redirects or --tee", fix="see --help."
-            ) from error
+        specs = DefaultLogsSpecs(
+            args.log_dir, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee)
+        )
         if not args.log_dir:
             self._local_ranks.say(f"logs are in {specs.root_log_dir}")
         return specs
@@ -407,7 +402,7 @@ class Supervisor:
             self._local_ranks.say(f"the log file {text}; the job goes on without it")
 
     def _after_turn(self) -> _Next | None:
-        """Wait for a change, and look at everything once; None if the round goes on."""
+        """Wait for a change, and check everything once; None if the round goes on."""
         local = self._local_ranks
         local.wait_change(_TURN_S)
         self._signals.check()
@@ -429,7 +424,7 @@ class Supervisor:
             # A node that joins waits if ranks have ended already: the job is about to end.
             has_ended = done or (exchange is not None and exchange.any_done())
             if change.has_begun or not has_ended:
-                return self._begin_again(change.text)
+                return self._restart_for_nodes(change.text)
         elif change is not None and (self._restarts_left > 0 or done):
             return self._lose_round(change.text)
         if done and self._may_end_round():
@@ -455,18 +450,15 @@ class Supervisor:
         exchange = self._exchange
         if exchange is None or self._local_ranks.preempted:
             return True
-        try:
-            return exchange.publish_done()
-        except RuntimeError:
-            return False  # `change` notices that the rendezvous is lost
+        return exchange.publish_done()
 
     def _is_hanging(self, *, finish: bool) -> bool:
         """Whether a hang has to end this round; marks the ranks that cause it."""
         if self._watch is None:
             return False
         try:
-            look = self._watch.conclude_pending if finish else self._watch.check
-            hang = look(self._round.world_size)
+            check = self._watch.conclude_pending if finish else self._watch.check
+            hang = check(self._round.world_size)
         except Exception as error:  # a defect of the diagnosis must not end the job
             self._local_ranks.say(f"the detection of hangs is off: {error!r}")
             self._watch = hang = None
@@ -584,9 +576,9 @@ class Supervisor:
         self._stop_ranks(signal.SIGTERM, may_save=False)
         return self._restart_if_left()
 
-    def _begin_again(self, why: str) -> _Next:
+    def _restart_for_nodes(self, why: str) -> _Next:
         # No rank has failed, so a training may save first.
-        self._local_ranks.say(f"{why}: all ranks stop, and begin again with it")
+        self._local_ranks.say(f"{why}: all ranks stop and restart")
         self._stop_ranks(signal.SIGTERM, may_save=True)
         self._preempted = False
         return _Next.JOIN

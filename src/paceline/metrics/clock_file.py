@@ -51,7 +51,7 @@ class ClockFile:
         self._row_samples = self._tokens = 0
         most = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
         self.windows: deque[Window] = deque(maxlen=most)
-        self._advised = ("", "")  # the kind and the cure that were logged last
+        self._advised = ("", "")  # the kind and the fix that were logged last
 
     def open(self, path: Path) -> None:
         """Write to this file, from `begin` on."""
@@ -116,7 +116,7 @@ class ClockFile:
         findings = judge(Record(runs=[self.run], windows=list(self.windows))) or []
         if not findings:
             return
-        advice = findings[0].kind, findings[0].cure
+        advice = findings[0].kind, findings[0].fix
         if advice != self._advised:  # a program may have a loop for each epoch
             self._advised = advice
             log.logger.info("advice: %s.", findings[0])

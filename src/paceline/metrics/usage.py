@@ -23,18 +23,21 @@ class Usage:
     def measure(self) -> tuple[float, float]:
         """Bytes of memory in use, and how busy the device was since the last call.
 
-        On a GPU they are the memory that torch has allocated, and the share of time in which a kernel ran in
+        With CUDA they are the memory that torch has allocated, and the share of time in which a kernel ran in
         NVML's last sample (-1 if it is unknown). On the CPU they are the resident memory, and the number of
-        cores that this process used.
+        cores that this process used. With another device they are the resident memory, and -1.
         """
         if self._device.type == "cuda":
             return float(torch.cuda.memory_allocated(self._device)), gpu_busy(self._device)
         import psutil
 
+        memory_bytes = float(psutil.Process().memory_info().rss)
+        if self._device.type != "cpu":
+            return memory_bytes, -1.0
         now, cpu_s = time.perf_counter(), time.process_time()
         cores = (cpu_s - self._cpu_s) / max(now - self._began, 1e-9)
         self._began, self._cpu_s = now, cpu_s
-        return float(psutil.Process().memory_info().rss), cores
+        return memory_bytes, cores
 
 
 def gpu_busy(device: torch.device) -> float:

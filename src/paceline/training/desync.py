@@ -136,9 +136,9 @@ class ReplicaCheck:
             what = f"{name_ranks(ranks)} of {len(values)} {verb} other values than the rest of"
         since = self._equal_step
         known = f"this is the first comparison after step {since}. Before it, "
-        cure = "make the weights equal on all ranks before the training"
+        fix = "make the weights equal on all ranks before the training"
         if self._was_compared:
-            cure = f"resume from a checkpoint of step {since} or before"
+            fix = f"resume from a checkpoint of step {since} or before"
             known = f"all were equal after step {since}; since then "
         return RankDisagreement(
             f"{what} {name}{more}: replicas have drifted apart.",
@@ -146,7 +146,7 @@ class ReplicaCheck:
             why=f"{known}something changed them on some ranks alone: a forward that did not go through the "
             "wrapped model, code under `if rank == ...`, a weight written outside the optimizer, ranks with "
             "different processors or numbers of threads, or faulty memory.",
-            fix=f"{cure}; if the difference is intended, use desync_every=0.",
+            fix=f"{fix}; if the difference is intended, use desync_every=0.",
             parameter=name,
             differing=differing,
             ranks=ranks,
