@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
@@ -56,6 +56,28 @@ class CommandParser(argparse.ArgumentParser):
     def arguments(self) -> list[argparse.Action]:
         """All options and positional arguments, those of `parents` too."""
         return self._actions
+
+    def split_at_script(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The words up to the first positional argument, which is the script, and those after it.
+
+        argparse would look for abbreviations of this command's options among the script's.
+        """
+        takes_value = {name: a.nargs != 0 for a in self.arguments for name in a.option_strings}
+        position = 0
+        while position < len(argv) and (word := argv[position]).startswith("-") and word != "-":
+            position += 1
+            if word == "--":
+                break
+            name, equals, _ = word.partition("=")
+            if not name.startswith("--"):  # a value may follow at once, such as -r3
+                name, equals = word[:2], word[2:]
+            found = {takes_value[n] for n in takes_value if n == name} or {
+                takes_value[n] for n in takes_value if n.startswith(name)
+            }
+            if len(found) != 1:
+                return list(argv), []  # the parser refuses the word
+            position += found.pop() and not equals
+        return list(argv[: position + 1]), list(argv[position + 1 :])
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong with the command line, and exit with 2."""

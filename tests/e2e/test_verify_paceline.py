@@ -238,7 +238,7 @@ def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_against_one_process(processes: str, layout: str, tmp_path: Path) -> None:
-    words = ["--nproc", processes, "--steps", "6", str(EXAMPLES / "gpt_3d.py"), "--"]
+    words = ["--nproc", processes, "--steps", "6", str(EXAMPLES / "gpt_3d.py")]
     code, facts = run(tmp_path, *words, *layout.split(), "--epochs=1")
     assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     for what in ("loss", "gradient norm", "weights at the start", "samples of a step"):

@@ -186,7 +186,7 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         fix = "report it with the script; the script is not known to be wrong."
     elif exit_.by == "argparse":
         what = "the script does not accept its arguments."
-        fix = "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1"
+        fix = "options of `paceline verify` come before the script, its arguments after it."
     elif error == "EOFError":
         what, why = "the script reads its standard input.", "it has none during verification."
         fix = "pass the value as an argument."

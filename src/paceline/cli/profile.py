@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -35,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
 
     Collective: one process, on one node.
     """
-    args = parser().parse_args(argv)
-    words = ["--nproc-per-node", args.nproc_per_node, args.script, *args.args]
+    ours = parser()
+    own, script_args = ours.split_at_script(argv)
+    args = ours.parse_args(own)
+    words = ["--nproc-per-node", args.nproc_per_node, args.script, *script_args]
     from paceline.launch import run as run_launcher
     from paceline.profile import harness
     from paceline.profile.merge import merge, read_profiles, summary, write_trace
@@ -90,5 +91,5 @@ def parser() -> CommandParser:
         help="the trace (profile.json.gz)",
     )
     ours.add_argument("script", metavar="SCRIPT", help="the training script")
-    ours.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    ours.add_argument("script_args", nargs="...", metavar="ARGUMENTS", help="its arguments")
     return ours

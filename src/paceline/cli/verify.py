@@ -20,11 +20,9 @@ _MAX_RANKS = 64
 
 def main(argv: Sequence[str]) -> int:
     """Verify a script. Returns 0 without a fault, 1 with one, 2 for wrong usage, 3 if a run failed."""
-    own, script = list(argv), []
-    if "--" in own:
-        split = own.index("--")
-        own, script = own[:split], own[split + 1 :]
-    given = parser().parse_args(own)
+    ours = parser()
+    own, script_args = ours.split_at_script(argv)
+    given = ours.parse_args(own)
     try:
         counts = _counts(given.nproc)
         _check(given)
@@ -38,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from paceline.verify.session import VerifyOptions, verify
 
     options = VerifyOptions(
-        script=[*(["-m"] if given.module else []), given.script, *script],
+        script=[*(["-m"] if given.module else []), given.script, *script_args],
         counts=counts,
         steps=given.steps,
         strict=given.strict,
@@ -94,14 +92,14 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def parser() -> CommandParser:
-    """The options of `paceline verify`; the script's own arguments, after `--`, are split off before."""
+    """The options of `paceline verify`."""
     ours = CommandParser(
         "paceline verify",
-        usage="paceline verify [options] SCRIPT [-- ARGUMENTS]",
+        usage="paceline verify [options] SCRIPT [args ...]",
         description="Run a training script on 1 and on several processes. A script that uses paceline must "
         "train the same on all; any other script is checked for known faults of distributed training.",
         examples={
-            "paceline verify train.py -- --lr 0.1": "1 and 2 processes; --lr is the script's",
+            "paceline verify train.py --lr 0.1": "1 and 2 processes; --lr is the script's",
             "paceline verify --nproc 1,2,3 --steps 50 train.py": "three runs of 50 steps",
             "paceline verify --bitwise -m package.train": "a module, compared bit for bit",
             "paceline verify --json train.py > report.json": "the result as JSON",
@@ -113,9 +111,10 @@ def parser() -> CommandParser:
             ExitCode.NOT_JUDGED: "the script itself failed, or cannot be judged",
             ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
         },
-        unknown_option="the script's own arguments follow `--`, such as `paceline verify a.py -- --lr 1`.",
+        unknown_option="the script's own arguments follow the script: `paceline verify a.py --lr 1`.",
     )
     ours.add_argument("script", metavar="SCRIPT", help="the training script")
+    ours.add_argument("script_args", nargs="...", metavar="ARGUMENTS", help="its arguments")
     ours.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")
     ours.add_argument("--nproc", default="1,2", metavar="N,N", help="numbers of processes (1,2)")
     ours.add_argument(

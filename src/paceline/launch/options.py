@@ -336,7 +336,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         SystemExit: by the parser, for an unknown option or --help.
     """
     ours = parser()
-    own, script_args = _split_at_script(ours, argv)
+    own, script_args = ours.split_at_script(argv)
     args = ours.parse_args(own)
     args.training_script_args = script_args
     if args.run_path:  # in torch it overrides the other two
@@ -421,29 +421,6 @@ def _read_configuration(text: str) -> dict[str, Any]:
                 )
             found[key if key == "keep_alive_max_attempt" else f"{key}_s"] = number
     return found
-
-
-def _split_at_script(ours: CommandParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words up to the script, and those after it.
-
-    argparse would look for abbreviations of the launcher's options among the script's.
-    """
-    takes_value = {name: a.nargs != 0 for a in ours.arguments for name in a.option_strings}
-    position = 0
-    while position < len(argv) and (word := argv[position]).startswith("-") and word != "-":
-        position += 1
-        if word == "--":
-            break
-        name, equals, _ = word.partition("=")
-        if not name.startswith("--"):  # a value may follow at once, such as -r3
-            name, equals = word[:2], word[2:]
-        found = {takes_value[n] for n in takes_value if n == name} or {
-            takes_value[n] for n in takes_value if n.startswith(name)
-        }
-        if len(found) != 1:
-            return list(argv), []  # the parser refuses the word
-        position += found.pop() and not equals
-    return list(argv[: position + 1]), list(argv[position + 1 :])
 
 
 def _port_range(args: Namespace) -> tuple[int, int] | None:
