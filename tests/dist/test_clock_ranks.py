@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_gpt
 import torch
-from small_trainings import make_data, make_training, train
+from small_trainings import backwards, make_data, make_training, small_training, train
 from torch import nn
 
 import paceline
 from paceline.clock.step_clock import PHASES, StepClock
+from paceline.job.preemption import Preempted
 from paceline.report.run import load
-from paceline.testing import run_ranks
+from paceline.testing import InjectedFault, run_failing_ranks, run_ranks
 
 STEPS = 12
 PLANTED = {"data": 0.010, "forward": 0.008, "backward": 0.012, "optimizer": 0.006, "other": 0.004}
@@ -152,3 +156,49 @@ def _two_loops(job: Any, folder: str) -> int:
 def test_a_further_loop_is_no_restart(tmp_path: Path) -> None:
     assert run_ranks(_two_loops, str(tmp_path), nproc=2) == [4, 4]
     assert [run["loop"] for run in load(str(tmp_path)).record.runs] == [0, 1]
+
+
+def _end(job: Any, folder: str, how: str) -> None:
+    """End the loop in step 3; an error is raised on the last rank."""
+    training = small_training(job)
+    training.report(folder)
+    for step in training.steps(until=3 if how == "until" else 40):
+        backwards(training, step)
+        step.update()
+        if step.number < 3:
+            continue
+        if how == "stop":
+            step.stop()
+        elif how == "break":
+            break
+        elif how == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif how == "error" and job.rank == job.world_size - 1:
+            raise InjectedFault("planted")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("until", "finished"),
+        ("stop", "stopped early"),
+        ("break", "left by `break`"),
+        ("signal", "preempted"),
+        ("error", "failed or interrupted"),
+    ],
+)
+def test_the_folder_tells_how_the_training_ended(tmp_path: Path, how: str, said: str) -> None:
+    expected = {"signal": Preempted, "error": InjectedFault}.get(how)
+    with pytest.raises(expected) if expected else nullcontext(), paceline.join() as job:
+        _end(job, str(tmp_path), how)
+    assert load(str(tmp_path)).record.end == said
+    with paceline.join() as job:  # the next training has not ended
+        training = small_training(job)
+        training.report(str(tmp_path))
+        next(training.steps(until=3))
+        assert load(str(tmp_path)).record.end == ""
+
+
+def test_the_folder_tells_of_an_error_of_another_rank(tmp_path: Path) -> None:
+    run_failing_ranks(_end, str(tmp_path), "error", nproc=2)
+    assert load(str(tmp_path)).record.end == "failed or interrupted"

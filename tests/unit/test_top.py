@@ -16,9 +16,11 @@ from run_folders import write_folder
 from paceline.clock import record
 from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES
+from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.live import RankBars, letters
 from paceline.report.frame import read
 from paceline.report.run import load
+from paceline.report.sections import sections
 
 NOW = 1e9 + 21.0
 
@@ -66,6 +68,18 @@ def test_the_advice_of_the_report_is_shown_while_the_run_goes_on(tmp_path: Path)
     assert first
     assert first[0].kind == "straggler"
     assert f"advice: {first[0]}" in " ".join(_shown(tmp_path).split())
+
+
+def test_saves_are_judged_as_by_the_training(tmp_path: Path) -> None:
+    """They are in few of the windows, and none is in the newest ten."""
+    write_folder(tmp_path, [{"data": 0.02, "backward": 0.18}], steps=150, window=5)
+    path = tmp_path / record.FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[5:20:5]:
+        line["spent_s"]["checkpoint"] = [10.0]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    advice = "checkpoints take 51 % of the time: save less often."
+    assert advice in " ".join(_shown(tmp_path).split())
 
 
 def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
@@ -137,6 +151,14 @@ def test_silence_and_the_end(tmp_path: Path) -> None:
     _write(tmp_path)
     assert "no new line" not in _shown(tmp_path, silence_s=14)  # a line comes every 5 s
     assert "no new line for 16 s" in _shown(tmp_path, silence_s=16)
+    clock = JSONLines(tmp_path / record.FILE)
+    clock.log(20, {"end": "stopped early"})
+    assert "ended: stopped early" in _shown(tmp_path, silence_s=1000)
+    report = sections(load(str(tmp_path)))[0].text
+    assert "The run has not reached its last step. The training ended: stopped early." in report
+    clock.log(20, {"run": {"total_steps": 50}})  # it is started again
+    clock.close()
+    assert "ended" not in _shown(tmp_path)
     (tmp_path / "end").mkdir()
     _write(tmp_path / "end", last=50)
     assert "finished" in _shown(tmp_path / "end", silence_s=1000)

@@ -225,7 +225,7 @@ def _no_step(run: Run) -> Refused:
     who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
     load, own = log.first(StateLoaded), log.first(OwnFileRead)
     exit_ = log.first(ExitCalled) or ExitCalled()
-    where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
+    where, fix = "", "give `paceline verify` a script that trains, with its arguments after it."
     if any(each.of(BackwardBegun) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
     elif (start := log.first(ProcessStarted)) is not None:

@@ -22,10 +22,11 @@ from paceline.clock.step_clock import PHASES
 from paceline.errors import name_ranks
 
 CHECKED = "data, slow ranks, communication and checkpoints"
-CHECKPOINT = "checkpoint"  # the kind of a finding whose share follows from all windows
 _LEAST_SHARE = 0.13  # of a step; less is within the noise of a shared machine
 _LEAST_S = 1e-3  # of a step; less is noise of the scheduler
 _LEAST_WINDOWS = 3
+_NEWEST_ROWS = 2000  # ranks times windows, each of about 1 KB, that a training keeps
+_LEAST_NEWEST = 10  # windows
 _MOST_ROWS = 20_000  # ranks times windows; more take seconds to judge and change nothing
 
 # What to do about a phase that takes longer on some ranks.
@@ -69,6 +70,11 @@ class Finding:
             f"{self.title}: {self.fix}. If this cost nothing, a step would take {100 * rest:.0f} % of its "
             f"time ({self.gain:.1f} times as fast)"
         )
+
+
+def num_newest(num_ranks: int) -> int:
+    """The number of the newest windows that the advice of a training, and of `paceline top`, is about."""
+    return max(_LEAST_NEWEST, _NEWEST_ROWS // num_ranks)
 
 
 def judge(record: Record) -> list[Finding] | None:
@@ -207,7 +213,7 @@ def _checkpoints(steps: _Steps) -> Iterator[Finding]:
     share = sum(sum(window.spent_s["checkpoint"]) for window in steps.windows) / wall_s
     if share >= _LEAST_SHARE:
         yield Finding(
-            kind=CHECKPOINT,
+            kind="checkpoint",
             title=f"checkpoints take {100 * share:.0f} % of the time",
             fix=_FIXES["checkpoint"],
             share=share,

@@ -1,7 +1,8 @@
 """`clock.jsonl`: where the time of a run went, on every rank. Rank 0 writes it (metrics/clock_file.py).
 
 Each line is a JSON object with the number of a step. A line with "run" describes the run; it comes first, and
-again after each restart. A line with "spent_s" is a `Window`: some steps in a row, about a second of them.
+again after each restart. A line with "spent_s" is a `Window`: some steps in a row, about a second of them. A
+line with "end" tells how the training loop ended; there is none if its process was killed.
 
 A window is measured as one row of numbers on each rank (`pack_row`), because numbers travel in a sum over
 ranks. Rank 0 makes the window from all rows (`Window.from_rows`), and writes and reads it as a line
@@ -160,11 +161,13 @@ class Record:
             `step` before it. All other fields, such as the `time` of its beginning (in seconds since the
             epoch), may be missing in a file that is not of this version.
         windows: In the order of the steps.
+        end: How the newest start ended, such as "stopped early"; empty while it goes on, or if it was killed.
         skipped: Number of lines that could not be read, such as the last one while it is written.
     """
 
     runs: list[dict[str, Any]]
     windows: list[Window]
+    end: str = ""
     skipped: int = 0
 
     @property
@@ -181,6 +184,9 @@ def read_lines(lines: Iterable[bytes]) -> Record:
             entry = json.loads(line)
             if "run" in entry:
                 record.runs.append(dict(entry["run"]) | {"step": int(entry["step"])})
+                record.end = ""
+            elif "end" in entry:
+                record.end = str(entry["end"])
             else:
                 record.windows.append(Window.from_line(entry))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):

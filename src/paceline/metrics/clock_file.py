@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline import log
 from paceline.clock import record
-from paceline.clock.judge import judge
+from paceline.clock.judge import judge, num_newest
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import clock
 from paceline.job.job import Job
@@ -25,8 +25,6 @@ from paceline.metrics.usage import Usage
 _WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
 _RANKS_PER_S = 128  # with more ranks the windows are longer, so that the file does not grow faster
-_MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
-_LEAST_KEPT = 10  # windows that are kept for the advice
 
 
 class ClockFile:
@@ -49,8 +47,8 @@ class ClockFile:
         self._samples = 0  # of the steps that are in no row of this rank yet
         # Of the steps since the last window: samples of those in the rows, tokens of those with known losses.
         self._row_samples = self._tokens = 0
-        most = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
-        self.windows: deque[Window] = deque(maxlen=most)
+        self._is_open = False  # whether the last loop has not ended
+        self.windows: deque[Window] = deque(maxlen=num_newest(job.world_size))
         self._advised = ("", "")  # the kind and the fix that were logged last
 
     def open(self, path: Path) -> None:
@@ -68,6 +66,7 @@ class ClockFile:
         self._has_asked = False
         self._samples = self._row_samples = self._tokens = 0
         self.windows.clear()
+        self._is_open = True
         if self._lines is not None:
             self._lines.rewind(step)
             self._lines.log(step, {"run": self.run})
@@ -121,8 +120,14 @@ class ClockFile:
             self._advised = advice
             log.logger.info("advice: %s.", findings[0])
 
-    def close(self) -> None:
-        """Close the file; `begin` opens it again."""
+    def end(self, step: int, how: str) -> None:
+        """Write how the loop ended after `step`, unless that is written, and close the file.
+
+        `begin` opens it again.
+        """
+        if self._is_open:
+            write_line(self._lines, step, {"end": how})
+        self._is_open = False
         if self._lines is not None:
             self._lines.close()
 

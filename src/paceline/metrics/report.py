@@ -46,6 +46,7 @@ class Report:
         self._lines: JSONLines | None = None
         self._loggers: list[BackgroundLogger] = []
         self._progress: Any = None  # a `Progress`; rich, which it imports, takes 30 ms
+        self._step = 0  # the last one
         self._flops: float | None = None
         self._counts_tokens = False
         self._began = time.perf_counter()  # `time_s` counts from here
@@ -117,7 +118,8 @@ class Report:
         self._reduced.clear()
         if not self._has_destination:
             return
-        self.end()
+        self.end("left by `break`")
+        self._step = step
         began = time.perf_counter()
         run = {"total_steps": total, **facts(), **model_flops.facts(self._flops, self._job.device)}
         try:
@@ -138,6 +140,7 @@ class Report:
     def end_step(self, step: int, epoch: int, num_samples: int) -> None:
         """Count the samples of a step that has ended, over all ranks, and show the step."""
         self.clock.count(num_samples)
+        self._step = step
         if self._progress is not None:
             self._progress.show(step, epoch)
 
@@ -188,17 +191,21 @@ class Report:
         for logger in self._loggers:
             logger.times(step, line)
 
-    def end(self) -> None:
-        """End the progress bar and close the files; `begin` opens them again."""
+    def end(self, how: str) -> None:
+        """End the progress bar and close the files; `begin` opens them again.
+
+        Args:
+            how: How the loop ended, in words.
+        """
         if self._progress is not None:
             self._progress.end()
         if self._lines is not None:
             self._lines.close()
-        self.clock.close()
+        self.clock.end(self._step, how)
 
     def close(self) -> None:
         """Close all destinations, at the end of the job."""
-        self.end()
+        self.end("failed or interrupted" if self._job.failed else "left by `break`")
         close_all(self._loggers, failed=self._job.failed)
         self._loggers = []
 

@@ -7,12 +7,11 @@ import datetime
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from paceline.clock.judge import CHECKPOINT
 from paceline.errors import count_of
 from paceline.metrics import live
 from paceline.report.run import Run, load
 
-_NEWEST = 10  # windows that the frame is about
+_RECENT = 10  # windows that tell how often a line comes
 # The frame says so if no new line came for this many seconds, and for this many of the usual intervals.
 _QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
 
@@ -26,7 +25,7 @@ def read(folder: str, now: float) -> RenderableType:
     Raises:
         ConfigError: it does not exist, or holds nothing that Paceline writes.
     """
-    run = load(folder, newest=_NEWEST)
+    run = load(folder, newest_only=True)
     silence_s = max(0.0, now - run.written) if run.written else 0.0
     facts = run.record.run
     status = live.status(
@@ -54,9 +53,11 @@ def _title(run: Run) -> str:
 
 def _state(run: Run, silence_s: float) -> str:
     """What takes the place of the time left; empty if nothing does."""
-    windows = run.record.windows
+    windows = run.record.windows[-_RECENT:]
     if run.total_steps and run.steps >= run.total_steps:
         return "finished"
+    if run.record.end:
+        return f"ended: {run.record.end}"
     usual_s = 0.0
     if len(windows) > 1:
         usual_s = (windows[-1].time - windows[0].time) / (len(windows) - 1)
@@ -66,16 +67,12 @@ def _state(run: Run, silence_s: float) -> str:
 
 
 def _verdict(run: Run) -> list[Text]:
-    """What limits the run in the newest windows; nothing before enough was measured.
-
-    Advice about checkpoints is left out: the windows are too few to tell their share.
-    """
+    """What limits the run; nothing before enough was measured."""
     if run.findings is None:
         return []
-    found = [finding for finding in run.findings if finding.kind != CHECKPOINT]
-    if not found:
+    if not run.findings:
         return [live.line("no bottleneck found", "green")]
-    return [Text(f"advice: {found[0]}", "bold yellow")]
+    return [Text(f"advice: {run.findings[0]}", "bold yellow")]
 
 
 def _events(run: Run, now: float) -> str:

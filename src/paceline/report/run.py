@@ -16,7 +16,7 @@ from typing import Any
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.clock import record as clock_record
-from paceline.clock.judge import Finding, judge
+from paceline.clock.judge import Finding, judge, num_newest
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError, count_of
@@ -24,6 +24,7 @@ from paceline.metrics.json_lines import METRICS, OWN_NAMES
 
 _POINTS = 600  # of a curve
 _WINDOWS = 240  # in a chart
+_LAST_LINES = 10  # of metrics.jsonl
 _RUN = b'"run": {'  # in a line that describes the run
 
 
@@ -97,11 +98,12 @@ class Run:
         return [run for run in self.record.runs[1:] if not run.get("loop")]
 
 
-def load(folder: str, newest: int | None = None) -> Run:
+def load(folder: str, *, newest_only: bool = False) -> Run:
     """Read a run's folder.
 
     Args:
-        newest: How many of the newest windows are read, and lines of metrics.jsonl; None for all.
+        newest_only: Whether to read only the windows that the advice of the training itself is about, and
+            the last lines of metrics.jsonl.
 
     Raises:
         ConfigError: it does not exist, holds nothing that Paceline writes, or cannot be read.
@@ -113,8 +115,8 @@ def load(folder: str, newest: int | None = None) -> Run:
             f"{folder} {problem}.", fix="give the folder of `training.report` or `Trainer`."
         )
     try:
-        clock = _read_lines(path / clock_record.FILE, newest)
-        metrics = _read_lines(path / METRICS, newest)
+        clock = _read_lines(path / clock_record.FILE)
+        metrics = _read_lines(path / METRICS, _LAST_LINES if newest_only else None)
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be read: {error.strerror}.", fix="read it as a user who may."
@@ -126,7 +128,8 @@ def load(folder: str, newest: int | None = None) -> Run:
             "and no checkpoint.",
             fix="give the folder of `training.report` or `Trainer`.",
         )
-    record = clock_record.read_lines(clock.lines if clock else ())
+    lines = clock.lines if clock else ()
+    record = clock_record.read_lines(_newest(lines) if newest_only else lines)
     logged = [entry for line in metrics.lines if (entry := _entry(line))] if metrics else []
     missing = []
     if not clock:
@@ -168,21 +171,25 @@ class _File:
     written: float
 
 
-def _read_lines(path: Path, newest: int | None) -> _File | None:
-    """The lines of a file, or the newest ones behind those that describe the run; None without a file."""
-    described: list[bytes] = []
-    others: deque[bytes] = deque(maxlen=newest)
-    is_torn = False
+def _read_lines(path: Path, newest: int | None = None) -> _File | None:
+    """The lines of a file, or the newest ones; None without a file."""
     try:
         with path.open("rb") as file:
             written = os.fstat(file.fileno()).st_mtime
-            for line in file:
-                is_torn = not line.endswith(b"\n")
-                if not is_torn:
-                    (described if newest and _RUN in line else others).append(line)
+            lines = deque(file, maxlen=newest)
     except FileNotFoundError:
         return None
-    return _File(path.name, [*described, *others], is_torn, written)
+    is_torn = bool(lines) and not lines[-1].endswith(b"\n")
+    if is_torn:
+        lines.pop()
+    return _File(path.name, lines, is_torn, written)
+
+
+def _newest(lines: Sequence[bytes]) -> list[bytes]:
+    """The lines that describe the run, and of the others the newest."""
+    starts = [line for line in lines if _RUN in line]
+    first = len(lines) - num_newest(clock_record.read_lines(starts).run.get("world_size", 1))
+    return [line for number, line in enumerate(lines) if number >= first or _RUN in line]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

@@ -80,7 +80,8 @@ def _summary(run: Run) -> Section:
     elif run.findings == []:
         text.append(f"No bottleneck found. Checked: {CHECKED}.")
     if run.total_steps and run.steps < run.total_steps and run.written:
-        text.append("The run has not reached its last step.")
+        end = f" The training ended: {run.record.end}." if run.record.end else ""
+        text.append(f"The run has not reached its last step.{end}")
     return Section(title="Summary", text=[*text, *run.missing], table=Table(["", ""], rows))
 
 

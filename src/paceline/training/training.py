@@ -595,7 +595,9 @@ class Training:
             checkpoints.finish(self.job)
         if checkpoints is not None and checkpoints.last_saved != self.number:
             self._save(checkpoints, wait=True)
-        self._report.end()
+        agreed = self._control.agreed
+        stopped = "stopped early" if agreed.stop else "finished"
+        self._report.end("preempted" if agreed.preempt else stopped)
         self._report.clock.advise()
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:
