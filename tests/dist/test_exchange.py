@@ -15,7 +15,7 @@ from torch import nn
 import paceline
 from paceline.errors import CollectiveTimeout, PeerFailed, StepError
 from paceline.job import collectives
-from paceline.job.exchange import LEFT_LOOP, WORD, Header, disagreement
+from paceline.job.exchange import LEFT_JOB, LEFT_LOOP, WORD, Header, disagreement
 from paceline.testing import run_failing_ranks, run_ranks
 
 CI = pytest.mark.ci
@@ -182,11 +182,17 @@ def test_a_rank_without_samples_in_a_step_may_wait_after_it(nproc: int) -> None:
 def test_all_ranks_know_who_called_what(rank: int) -> None:
     save = Header("training.save", 4, 0)
     text = str(disagreement([save, Header(WORD, 4, 0), Header("", 5, 0)], rank))
-    assert "ranks 1 and 2 did not call `training.save` at this point" in text
+    assert "ranks 1 and 2 did not call `training.save` at this point, rank 0 did" in text
     assert "rank 1 ended step 4, rank 2 went on in step 5" in text
     left = Header(LEFT_LOOP, 4, 0)
     text = str(disagreement([left, Header(WORD, 4, 0), left], rank))
     assert "ranks 0 and 2 left the training loop after step 4, rank 1 did not" in text
+    ended = Header(LEFT_JOB, 4, 0)
+    error = disagreement([Header("evaluate", 4, 0), ended, ended], rank)
+    assert "ranks 1 and 2 did not call `evaluate` at this point, rank 0 did" in str(error)
+    assert "ranks 1 and 2 left the training and the job" in str(error)
+    # The launcher shows the error of the rank that called, which has the line of the call.
+    assert isinstance(error, StepError if rank == 0 else PeerFailed)
 
 
 def _arrives_at_the_timeout(job: Any) -> int:

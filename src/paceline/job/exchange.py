@@ -285,39 +285,49 @@ class Exchange:
                 return  # the store or the group has ended; the main thread reports it
 
 
-def disagreement(headers: Sequence[Header], rank: int, *, fix: str = ON_EVERY_RANK) -> StepError:
+def disagreement(
+    headers: Sequence[Header], rank: int, *, fix: str = ON_EVERY_RANK
+) -> StepError | PeerFailed:
     """The error of a rank if the headers of the ranks differ."""
     named = headers[rank]
     goes_on = (WORD, LEFT_JOB, _WENT_ON)  # what a rank does that makes no call of the user
     if named.call in goes_on:
         named = next((each for each in headers if each.call not in goes_on), named)
-    others = {r: each for r, each in enumerate(headers) if each[:2] != named[:2]}
-    what = f"{name_ranks(list(others))} did not call `{named.call}` at this point."
+    ranks_at: dict[tuple[str, int], list[int]] = {}
+    for r, each in enumerate(headers):
+        ranks_at.setdefault(each[:2], []).append(r)
+    callers = ranks_at.pop(named[:2])
+    others = name_ranks(r for ranks in ranks_at.values() for r in ranks)
+    what = f"{others} did not call `{named.call}` at this point, {name_ranks(callers)} did."
     if named.call == LEFT_LOOP:
-        left = [r for r in range(len(headers)) if r not in others]
-        what = (
-            f"{name_ranks(left)} left the training loop after step {named.step}, "
-            f"{name_ranks(list(others))} did not."
-        )
+        what = f"{name_ranks(callers)} left the training loop after step {named.step}, {others} did not."
         fix = (
             "call `step.stop()` instead of `break`, `return` or `sys.exit`: all ranks then stop after the "
             "same step."
         )
-    return StepError(
-        what,
-        where=rank_location(rank, len(headers), step=named.step or None),
-        why=f"{', '.join(_describe(r, each) for r, each in others.items())}; ranks that make a call alone "
-        "would wait forever.",
-        fix=fix,
-        step=named.step,
-    )
+    elif named.call in goes_on:
+        what = f"{_describe(callers, named)}, {others} did not."
+    places = ", ".join(_describe(ranks, Header(*at, 0)) for at, ranks in ranks_at.items())
+    parts: dict[str, Any] = {
+        "where": rank_location(rank, len(headers), step=named.step or None),
+        "why": f"{places}; ranks that make a call alone would wait forever.",
+        "fix": fix,
+        "step": named.step,
+    }
+    if headers[rank].call == LEFT_JOB and named.call not in goes_on:
+        # This error has the line of `with paceline.join()`; the launcher must show the line of the call.
+        return PeerFailed(what, **parts, rank=callers[0])
+    return StepError(what, **parts)
 
 
-def _describe(rank: int, header: Header) -> str:
+def _describe(ranks: Sequence[int], header: Header) -> str:
+    who = name_ranks(ranks)
     if header.call == _WENT_ON:
-        return f"rank {rank} went on in step {header.step}"
+        return f"{who} went on in step {header.step}"
     if header.call == WORD:
-        return f"rank {rank} ended step {header.step}"
-    if header.call in (LEFT_LOOP, LEFT_JOB):
-        return f"rank {rank} {header.call} in step {header.step}"
-    return f"rank {rank} called `{header.call}` in step {header.step}"
+        return f"{who} ended step {header.step}"
+    if header.call == LEFT_LOOP:
+        return f"{who} left the training loop in step {header.step}"
+    if header.call == LEFT_JOB:
+        return f"{who} left the training and the job"
+    return f"{who} called `{header.call}` in step {header.step}"
