@@ -301,14 +301,17 @@ def test_a_full_disk_does_not_change_older_checkpoints(job: Job, tmp_path: Path)
     assert _names(tmp_path) == ["step-1"]
 
 
+@pytest.mark.parametrize("best", [False, True])
 def test_a_full_disk_is_a_warning_in_the_background(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, best: bool
 ) -> None:
     checkpoints = _save(job, tmp_path, 1)
     with _small_files(), caplog.at_level("WARNING", logger="paceline"):
-        checkpoints.save(job, 2, _state(), wait=False)
+        checkpoints.save(job, 2, _state(), best=best, wait=False)
         checkpoints.finish(job)
-    assert "training continues without this checkpoint: step 2 cannot be saved" in caplog.text
+    assert "training continues without this checkpoint" in caplog.text
+    assert "step 2 cannot be saved" in caplog.text
+    assert ("an earlier one stays marked as the best" in caplog.text) == best
     assert checkpoints.last_saved == 1
 
 

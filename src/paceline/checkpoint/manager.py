@@ -271,7 +271,10 @@ class Checkpoints:
         if required or not isinstance(error, SaveFailed):
             raise error
         if job.rank == 0:
-            log.logger.warning("training continues without this checkpoint: %s", error)
+            best = (
+                " (the best so far; an earlier one stays marked as the best)" if save.best else ""
+            )
+            log.logger.warning("training continues without this checkpoint%s: %s", best, error)
 
     def close(self, job: Job) -> None:
         """Wait for the save in flight if the job ends normally; cancel it if the job has failed.

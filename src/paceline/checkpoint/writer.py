@@ -161,7 +161,7 @@ class Save:
         ownership: Ownership | None,
         prune: Callable[[], None],
     ) -> None:
-        self.step = content.step
+        self.step, self.best = content.step, content.best
         self._content = content
         self._staging = staging
         self.outcome: SaveOutcome | None = None
