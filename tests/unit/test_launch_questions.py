@@ -26,7 +26,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def rank_of(ours: socket.socket, **more: Any) -> Any:
     rank: Any = object.__new__(Rank)
-    facts = {"rank": 0, "returncode": None, "events": [], "answers": {}, "_unanswered": set()}
+    facts = {"rank": 0, "returncode": None, "events": [], "state": {}, "_is_asked": False}
     vars(rank).update(facts | {"_socket": ours} | more)
     return rank
 
@@ -38,15 +38,15 @@ def test_a_rank_that_does_not_answer_is_asked_once(
     ours, theirs = pair
     rank = rank_of(ours)
     for _ in range(3):
-        question = Question([rank], "state", now=0.0, within_s=1.0)
+        question = Question([rank], now=0.0, within_s=1.0)
     (asked,) = map(json.loads, theirs.recv(1 << 16).splitlines())
     answer = {"event": "state", "id": asked["id"]}
     rank._add_events([json.dumps(answer).encode()])
     assert not question.answers  # this is the answer to the first one
-    question = Question([rank], "state", now=0.0, within_s=1.0)
+    question = Question([rank], now=0.0, within_s=1.0)
     (asked,) = map(json.loads, theirs.recv(1 << 16).splitlines())
     rank._add_events([json.dumps(answer | {"id": asked["id"]}).encode()])
-    assert question.answered
+    assert not question.is_open(0.0)
 
 
 def test_a_failure_is_not_described_by_answers_from_before(
@@ -54,7 +54,7 @@ def test_a_failure_is_not_described_by_answers_from_before(
 ) -> None:
     numbers = itertools.count(UNSOLICITED_ID)
     ranks = [
-        rank_of(pair[0], rank=number, returncode=1, answers={"state": {"id": next(numbers)}})
+        rank_of(pair[0], rank=number, returncode=1, state={"id": next(numbers)})
         for number in range(3)
     ]
     for rank in ranks:
@@ -63,7 +63,7 @@ def test_a_failure_is_not_described_by_answers_from_before(
     local_ranks.ranks = ranks
     local_ranks.request_states()
     # The one that a failing rank gave by itself is kept.
-    assert [rank.answers for rank in ranks] == [{"state": {"id": UNSOLICITED_ID}}, {}, {}]
+    assert [rank.state for rank in ranks] == [{"id": UNSOLICITED_ID}, {}, {}]
 
 
 def test_a_rank_that_blocked_the_others_did_not_fail_by_their_end(

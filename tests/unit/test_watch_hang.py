@@ -678,18 +678,18 @@ class Asked(Silent):
         self.rank = self.local_rank = rank
         self.pid = rank
         self.counts = (1 - rank, 0)
-        self.answers: dict[str, dict[str, Any]] = {}
+        self.state: dict[str, Any] = {}
 
-    def ask(self, request: dict[str, Any]) -> None:
+    def ask_state(self, number: int) -> None:
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
         table = {"entries": entries, "groups": {"0": [0, 1]}, "missing": [WORLD]}
         table["last_numbers"] = {"0 nccl": 7} if entries else {}
         table["axes"] = {}
         threads = [{"name": "main", "stack": stack, "in_step": False}]
-        told = {"id": request["id"], "threads": threads, **table}
+        told = {"id": number, "threads": threads, **table}
         told |= {"step": 0, "stage": None, "optimizer_steps": 0}
-        self.answers = {request["do"]: told}
+        self.state = told
 
 
 def test_a_missing_name_of_torch_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

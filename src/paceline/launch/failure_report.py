@@ -47,8 +47,7 @@ def write(
             _write(folder / f"rank{rank.rank}-error.txt", outcome.error.traceback)
         if tail := b"".join(stream.tail for stream in rank.streams):
             _write(folder / f"rank{rank.rank}-output.txt", tail.decode(errors="replace"))
-        answer = rank.answers.get("state", {})
-        state = {"stacks and collectives": answer, "last seen": rank.probe_text()}
+        state = {"stacks and collectives": rank.state, "last seen": rank.probe_text()}
         _dump(folder / f"rank{rank.rank}-state.json", state)
     _dump(folder / "environment.json", public_variables(_PREFIXES))
     _dump(folder / "versions.json", _versions())

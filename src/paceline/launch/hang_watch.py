@@ -117,7 +117,7 @@ class HangWatch:
             self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
             able = [r for r in alive if self._activities[r.local_rank].state not in _STOPPED]
-            self._question = Question(able, "state", now=now, within_s=_ANSWER_S)
+            self._question = Question(able, now=now, within_s=_ANSWER_S)
         return None
 
     def _leave_out_pause(self, now: float) -> None:

@@ -33,7 +33,7 @@ from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.watch.crash import Error, RankOutcome
-from paceline.watch.probe import PROBE_NAME, UNSOLICITED_ID, Probe
+from paceline.watch.probe import PROBE_NAME, STATE, UNSOLICITED_ID
 from paceline.watch.processes import read_state
 from paceline.watch.stacks import place_of_crash
 from paceline.watch.wire import UNREADABLE, from_json
@@ -125,8 +125,8 @@ class Rank:
     ) -> None:
         self.local_rank, self.rank = spec.local_rank, spec.rank
         self.events: list[Event] = []
-        self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of question
-        self._unanswered: set[str] = set()  # kinds of questions
+        self.state: dict[str, Any] = {}  # what its probe has reported last
+        self._is_asked = False  # for its state, without an answer yet
         self.returncode: int | None = None
         self.ended_at = 0.0
         self.told_to_end_at: float | None = None  # when the launcher first told it to end
@@ -216,14 +216,14 @@ class Rank:
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
-    def ask(self, question: Mapping[str, Any]) -> None:
-        """Send a question to the probe, unless an earlier one of this kind has no answer yet.
+    def ask_state(self, number: int) -> None:
+        """Ask the probe for the rank's state, unless an earlier question has no answer yet.
 
         Otherwise the socket of a rank that cannot answer would become full.
         """
-        if question["do"] not in self._unanswered:
-            self._unanswered.add(question["do"])
-            self.send(question)
+        if not self._is_asked:
+            self._is_asked = True
+            self.send({"do": STATE, "id": number})
 
     def probe_text(self) -> str:
         """What the rank's probe wrote: one line of JSON, then stacks if the GIL was held."""
@@ -317,8 +317,7 @@ class Rank:
     def _add_events(self, lines: Sequence[bytes]) -> None:
         for event in map(read_event, lines):
             if isinstance(event, dict):
-                self._unanswered.discard(event["event"])
-                self.answers[event["event"]] = event
+                self.state, self._is_asked = event, False
             elif event is not None:
                 self.events.append(event)
 
@@ -349,7 +348,7 @@ class Rank:
                 interrupted_at = event.place
         # A rank that blocked the others may still tell of the peers that were stopped with it.
         if self.hung and (error is None or error.lost_peer):
-            error = raised_error(self.answers.get("state", {}))
+            error = raised_error(self.state)
         abort, crashed_at = b"", ""
         if self.returncode is not None and self.returncode < 0:
             _, found, stacks = self.streams[-1].tail.rpartition(b"Fatal Python error: ")
@@ -376,42 +375,34 @@ class Rank:
 
 
 class Question:
-    """A request to the probes of ranks, and their answers; `do` is one of `Probe.REQUESTS`."""
+    """A question for the states of ranks, and the answers of their probes."""
 
-    _ids = itertools.count()
+    _numbers = itertools.count()
 
-    def __init__(
-        self, ranks: Sequence[Rank], do: str, *, now: float, within_s: float, **more: Any
-    ) -> None:
-        self.do = do
-        self.deadline = now + within_s
-        self._ranks, self._id = ranks, next(self._ids)
+    def __init__(self, ranks: Sequence[Rank], *, now: float, within_s: float) -> None:
+        self._deadline = now + within_s
+        self._ranks, self._number = ranks, next(self._numbers)
         for rank in ranks:
-            rank.ask({"do": do, "id": self._id, **more})
+            rank.ask_state(self._number)
 
     @property
     def answers(self) -> dict[int, dict[str, Any]]:
         """The answers so far, by rank, without ranks that have ended since."""
         running = [rank for rank in self._ranks if rank.returncode is None]
-        latest = {rank.rank: rank.answers.get(self.do, {}) for rank in running}
-        return {rank: answer for rank, answer in latest.items() if answer.get("id") == self._id}
-
-    @property
-    def answered(self) -> bool:
-        """Whether all ranks have answered that have not ended."""
-        answers = self.answers
-        return all(rank.returncode is not None or rank.rank in answers for rank in self._ranks)
+        return {rank.rank: rank.state for rank in running if rank.state.get("id") == self._number}
 
     def is_open(self, now: float) -> bool:
-        """Whether answers are still awaited."""
-        return not self.answered and now < self.deadline
+        """Whether answers of ranks that have not ended are still awaited."""
+        answers = self.answers
+        awaited = [rank for rank in self._ranks if rank.returncode is None]
+        return any(rank.rank not in answers for rank in awaited) and now < self._deadline
 
 
 def read_event(line: bytes) -> Event | dict[str, Any] | None:
-    """An event of worker.py, or an answer; None for anything else that a script may have written."""
+    """An event of worker.py, or a rank's state; None for anything else that a script may have written."""
     try:
         read: dict[str, Any] = json.loads(line)
-        if read["event"] in Probe.REQUESTS:
+        if read["event"] == STATE:
             return read if isinstance(read["id"], int) else None
         event: Event = from_json(Event, read)
         return event if event.error is not None or not event.event.endswith("_error") else None
@@ -420,7 +411,7 @@ def read_event(line: bytes) -> Event | dict[str, Any] | None:
 
 
 def raised_error(answer: Mapping[str, Any]) -> Error | None:
-    """The error that the script of a rank handles, from an answer to the question "state".
+    """The error that the script of a rank handles, from a report of its state.
 
     Python shows an error only when all `finally` blocks have ended, and one may wait for other ranks.
     """
@@ -563,10 +554,10 @@ class LocalRanks:
     def request_states(self) -> None:
         """Have running ranks report their stacks and collectives before they are ended."""
         for rank in self.ranks:
-            if rank.answers.get("state", {}).get("id") != UNSOLICITED_ID:
-                rank.answers.pop("state", None)  # it may be hours old
+            if rank.state.get("id") != UNSOLICITED_ID:
+                rank.state = {}  # it may be hours old
         running = [rank for rank in self.ranks if rank.poll() is None and not rank.reported_error]
-        question = Question(running, "state", now=time.monotonic(), within_s=_STATE_S)
+        question = Question(running, now=time.monotonic(), within_s=_STATE_S)
         while question.is_open(time.monotonic()):
             time.sleep(0.01)
 

@@ -542,10 +542,7 @@ class Supervisor:
             silent_nodes=silent_nodes,
             repeated=repeated,
             memory=(self._memory, read_memory()),
-            calls={
-                rank.rank: last_call(rank.answers.get("state", {}), rank.outcome().place)
-                for rank in ranks
-            },
+            calls={rank.rank: last_call(rank.state, rank.outcome().place) for rank in ranks},
         )
 
     def _repeats(self, first: FirstFailure) -> bool:

@@ -83,11 +83,6 @@ class Control:
         self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
-        # Handlers of the launcher's requests, by the value of "do"; called in the listening thread.
-        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {}
-        if probe is not None:
-            for word in probe.REQUESTS:
-                self.handlers[word] = lambda request: probe.answer(request, self.send)
         # A forked child is not the rank: it must neither send events nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -101,15 +96,18 @@ class Control:
             with self._lock:
                 if self._is_ours():
                     self._socket.sendall(line)
-                elif self._probe is None or event["event"] in self._probe.REQUESTS:
-                    # An answer has the name of its request. The probe's memory has room for events that end
-                    # the rank, not for answers.
-                    return False
+                elif self._probe is None or event["event"] == _probe.STATE:
+                    return False  # the probe's memory has room for events that end the rank only
                 else:
                     self._probe.write_last_line(line)
         except OSError:
             return False
         return True
+
+    def send_state(self, number: int) -> None:
+        """Answer the launcher's question for this rank's state, if the probe is not switched off."""
+        if self._probe is not None:
+            self._probe.answer(number, self.send)
 
     def _is_ours(self) -> bool:
         # If the script has closed all files, another one, such as a socket of Gloo, may have this number.
@@ -132,9 +130,10 @@ class Control:
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                handler = self.handlers.get(request.get("do"))
-                if handler is not None:
-                    handler(request)
+                if request["do"] == _probe.STATE:
+                    self.send_state(request["id"])
+                else:
+                    _ignore_preemption()
 
     def _forget(self) -> None:
         if self._is_ours():
@@ -150,7 +149,6 @@ def main() -> NoReturn:
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd else None
     control = _control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
-    control.handlers["ignore_preemption"] = lambda _: _ignore_preemption()
     # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -379,11 +377,9 @@ def _crash(
     report = event["error"]
     if not control.send(event):
         print(report["traceback"], file=sys.stderr)
-    send_state = control.handlers.get("state")
     in_collective = report["lost_peer"] or report["module"].startswith("torch.distributed")
-    if send_state is not None and in_collective:
-        # The collective that failed, and its tensors.
-        send_state({"do": "state", "id": _probe.UNSOLICITED_ID})
+    if in_collective:  # the collective that failed, and its tensors
+        control.send_state(_probe.UNSOLICITED_ID)
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
     # because a full pipe would block forever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

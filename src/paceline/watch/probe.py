@@ -22,16 +22,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from paceline.watch.crash import Error, own_errors
 from paceline.watch.flight_recorder import counts, table
 from paceline.watch.stacks import Stack, call_of, is_in_step, place_of_frame, stack_of
 
 PROBE_NAME = "paceline-probe"
-UNSOLICITED_ID = (
-    -1
-)  # the number of an answer that a failing rank gives by itself; see launch/worker.py
+STATE = "state"  # the launcher's question, and the answer
+UNSOLICITED_ID = -1  # of an answer that a failing rank gives by itself; see launch/worker.py
 _BEAT_S = 0.5
 _DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _TRACEBACK_CHARS = 100_000
@@ -168,12 +167,11 @@ class Probe:
                 raise OSError("the launcher is gone")
             os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
-    def answer(self, request: dict[str, Any], send: Callable[[dict[str, Any]], Any]) -> None:
-        """Answer a request of the launcher."""
-
-        message = {"event": request["do"], "id": request["id"]}
+    def answer(self, number: int, send: Callable[[dict[str, Any]], Any]) -> None:
+        """Send the state of this rank, as an answer to the question with this number."""
+        message = {"event": STATE, "id": number}
         try:
-            message |= self.REQUESTS[request["do"]](self)
+            message |= self._state()
         except Exception as error:  # the rank must go on listening to its launcher
             message["error"] = repr(error)
         send(message)
@@ -212,5 +210,3 @@ class Probe:
         text = "".join(trace.format())[-_TRACEBACK_CHARS:]
         texts = [f"{(e := Error.of(each, '')).text} at {e.place}" for each in errors]
         return {"error": dataclasses.asdict(Error.of(error, text)), "texts": texts}
-
-    REQUESTS: ClassVar[dict[str, Callable[[Probe], dict[str, Any]]]] = {"state": _state}
