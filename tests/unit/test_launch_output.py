@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import select
@@ -139,25 +138,6 @@ def test_the_thread_sleeps_while_an_ended_stream_waits_for_a_line_of_another(pum
     pump._streams.remove(ended)
     for fd in (read, write):
         os.close(fd)
-
-
-@pytest.mark.parametrize("is_file", [False, True])
-def test_without_writes_that_never_block_it_writes_what_a_ready_pipe_takes(
-    pump: Pump, monkeypatch: pytest.MonkeyPatch, is_file: bool, tmp_path: Path
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EOPNOTSUPP, "not supported")
-
-    monkeypatch.setattr(os, "pwritev", refuse)
-    data = b"".join(b"%d\n" % number for number in range(50_000))
-    if not is_file:
-        assert _pass(pump, [(b"", data)]) == data
-        return
-    with open(tmp_path / "log", "wb") as file:
-        theirs, stream = _stream(pump, Console(file.fileno()), b"")
-        _write_all(theirs, data)
-        assert pump.finish([stream], stalled_s=10)
-    assert (tmp_path / "log").read_bytes() == data
 
 
 def test_a_reader_that_does_not_read_blocks_the_writer(pump: Pump) -> None:

@@ -8,9 +8,7 @@ and nothing else waits.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
 import re
 import select
@@ -25,7 +23,6 @@ LINE_BYTES = 1 << 20  # a longer unfinished line is written in parts
 _TAIL_BYTES = 8192  # end of each stream, kept for the report of a failed job
 _READ_BYTES = 1 << 18
 _PENDING_BYTES = 1 << 18  # if a console has more to write, its streams are not read
-_PIPE_BYTES = 1 << 20  # of our output: its reader then wakes the pump less often
 _TURN_S = 0.05
 _IDLE_S = 0.25
 # How long a line that is too long to keep may pause before another rank may write.
@@ -54,13 +51,8 @@ class Console:
             status = os.fstat(fd)
             self.closed, self.identity = False, (status.st_dev, status.st_ino)
             self._is_file = stat.S_ISREG(status.st_mode)
-            if stat.S_ISFIFO(status.st_mode):
-                with contextlib.suppress(OSError):  # of a user who has too many pipes
-                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError:  # the launcher was started without it
             self.closed, self.identity = True, (-1, fd)
-        # With RWF_NOWAIT a file may refuse forever what a usual write would do at once.
-        self._may_write_all = not self._is_file
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self.other: Console | None = None
@@ -138,16 +130,7 @@ class Console:
         Raises:
             BlockingIOError: nothing can be written now.
         """
-        # O_NONBLOCK would also affect other programs that share our output, so each write has to ask for it.
-        if self._may_write_all:
-            try:
-                return os.pwritev(self.fd, [self._pending], -1, os.RWF_NOWAIT)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ESPIPE, errno.EINVAL):
-                    raise
-                self._may_write_all = False  # a terminal, another device, or an older kernel
+        # Not O_NONBLOCK, which would also affect other programs that share our output.
         if not self._poll.poll(0):
             raise BlockingIOError
         # A pipe that is ready takes PIPE_BUF bytes. A file takes all, and is always ready.
