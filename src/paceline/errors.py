@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from paceline.exit_codes import ExitCode
+
+T = TypeVar("T")
 
 
 def render(what: str, *, where: str = "", why: str = "", fix: str = "") -> str:
@@ -190,6 +192,14 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     return f"ranks {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}"
 
 
+def group_by_text(things: Iterable[T], text_of: Callable[[T], str]) -> dict[str, list[T]]:
+    """The things that have the same text, such as ranks that wait at the same line."""
+    groups: dict[str, list[T]] = {}
+    for thing in things:
+        groups.setdefault(text_of(thing), []).append(thing)
+    return groups
+
+
 def refuse_different_values(
     what: str, values: Sequence[Any], *, where: str = "", fix: str = ""
 ) -> None:
@@ -199,9 +209,7 @@ def refuse_different_values(
     """
     if all(value == values[0] for value in values):
         return
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(json.dumps(value), []).append(rank)
+    ranks_of = group_by_text(range(len(values)), lambda rank: json.dumps(values[rank]))
     groups = sorted(ranks_of.items(), key=lambda group: -len(group[1]))
     text = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
     raise RankDisagreement(

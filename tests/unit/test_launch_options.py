@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from paceline.command_line import check_script
 from paceline.errors import ConfigError
 from paceline.launch.options import parser, read_options
-from paceline.launch.prescan import check_script
 
 
 @pytest.mark.parametrize("before", [[], ["--nproc-per-node=2", "--max-restarts", "1", "-r3"]])

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.command_line import CommandParser, positive, positive_count
+from paceline.command_line import CommandParser, check_script, positive, positive_count
 from paceline.errors import ConfigError, PacelineError
 from paceline.exit_codes import ExitCode
-from paceline.launch.prescan import check_script
 
 HELP = "check that a script trains the same on 1 and on several processes"
 

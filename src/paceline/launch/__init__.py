@@ -1,6 +1,6 @@
 """The launcher: `paceline run`, with the options of `torch.distributed.run` (torchrun).
 
-- options.py: the command line; prescan.py: whether there is a script.
+- options.py: the command line.
 - supervisor.py: one run, from its options to its exit code; rendezvous.py, and for several nodes nodes.py,
   endpoint.py and node_exchange.py.
 - local_ranks.py starts and ends the ranks; output.py passes on what they print; guard.py is a process that
@@ -15,12 +15,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from paceline.command_line import check_script
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.options import read_options
 from paceline.launch.output import Consoles
-from paceline.launch.prescan import check_script
 from paceline.launch.supervisor import launch
 
 __all__ = ["run"]

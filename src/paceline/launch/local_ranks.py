@@ -63,7 +63,6 @@ _START_FIXES = {
     errno.ENOEXEC: "give the script a first line such as `#!/bin/bash`.",
 }
 _NO_SIZE = bytes(8)
-_PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +186,6 @@ class Rank:
             termios.tcsetattr(theirs, termios.TCSANOW, modes)
         else:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # of a user who has too many pipes
-                fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         stream = Stream(
             ours,
             console if spec.shown[number] else None,

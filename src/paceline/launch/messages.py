@@ -10,13 +10,12 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.errors import LaunchFailed, name_ranks
+from paceline.errors import LaunchFailed, group_by_text, name_ranks
 from paceline.exit_codes import ExitCode
 from paceline.explain.facts import port_owner
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
 from paceline.watch.crash import FirstFailure, RankOutcome
-from paceline.watch.report import group_by_text
 
 # Known errors of a rank whose loader worker or other child may have been killed for memory.
 _LOST_PROCESS = ("host-out-of-memory", "loader-worker-killed", "loader-worker-died")

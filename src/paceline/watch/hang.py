@@ -20,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.errors import name_ranks
+from paceline.errors import group_by_text, name_ranks
 from paceline.watch.rank_state import FORKED_BESIDE, Call, RankState
-from paceline.watch.report import group_by_text, render
 
+_MAX_LINES = 10  # of a report
 # Collectives whose tensors must have the same type and number of elements on all ranks.
 _EQUAL_TENSORS = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 # Calls by a `for` or a `with`: at its end too, the line is that of its head.
@@ -585,6 +585,17 @@ def _diagnosis(
     return Diagnosis(
         alarm=alarm,
         culprits=tuple(state.rank for state in culprits),
-        text=render("hang" if alarm else "waiting", lines, why, fix),
+        text=_render("hang" if alarm else "waiting", lines, why, fix),
         key=(alarm, *key),
     )
+
+
+def _render(word: str, lines: Sequence[str], why: str, fix: str) -> str:
+    """At most 10 lines; those that do not fit are counted."""
+    left = _MAX_LINES - bool(why) - bool(fix)
+    if len(lines) > left:
+        lines = [*lines[: left - 1], f"... and {len(lines) - left + 1} more"]
+    text = [f"{word}: {lines[0]}", *(" " * (len(word) + 2) + line for line in lines[1:])]
+    text += [f"why:  {why}"] if why else []
+    text += [f"fix:  {fix}"] if fix else []
+    return "\n".join(text) + "\n"
