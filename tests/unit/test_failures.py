@@ -11,7 +11,7 @@ from paceline.job import failures
 from paceline.job.failures import ExceptHook, Peers
 
 
-def test_the_hook_passes_over_an_error_that_ended_no_job(
+def test_the_hook_ends_the_process_also_after_its_job_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[BaseException] = []
@@ -23,15 +23,11 @@ def test_the_hook_passes_over_an_error_that_ended_no_job(
     failures.install_excepthook(first, before)
     hook = sys.excepthook
     assert isinstance(hook, ExceptHook)
-    fatal, later = ValueError("fatal"), KeyError("later")
-    failures.detach_excepthook(fatal)
+    failures.release_peers()
     assert hook.peers is None
+    later = KeyError("later")
     hook(KeyError, later, None)
-    assert (shown, ended) == ([later], [])
-    wrapped = RuntimeError("wrapped")
-    wrapped.__cause__ = fatal
-    hook(RuntimeError, wrapped, None)
-    assert ended == [1]
+    assert (shown, ended) == ([later], [1])
     failures.install_excepthook(second, hook)
     assert sys.excepthook is hook
     assert hook.peers is second

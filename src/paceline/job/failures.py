@@ -32,8 +32,6 @@ _ENDED = "ended"
 _POLL_S = 0.005
 _READERS_WAIT_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not ended
 
-_ENDED_A_JOB = "_paceline_ended_a_job"
-
 
 class Peers:
     """The mark of the rank that failed first, which its peers read from the store."""
@@ -119,8 +117,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 class ExceptHook:
     """`sys.excepthook` of a job of several processes: inform the peers, show the error, end the process.
 
-    After the job has failed, the hook acts only on the error that ended the job. For other errors of a
-    program that caught that one, it only calls the previous hook.
+    After a job has failed it stays, because the threads of its groups still run.
 
     Attributes:
         peers: of the current job; None between jobs.
@@ -136,9 +133,6 @@ class ExceptHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if self.peers is None and not _ended_a_job(error):
-            self.previous(kind, error, trace)
-            return
         self.mark_failed(error)
         self.previous(kind, error, trace)
         for stream in (sys.stdout, sys.stderr):
@@ -189,18 +183,7 @@ def uninstall_excepthook() -> None:
             _installed = None
 
 
-def detach_excepthook(error: BaseException) -> None:
-    """Release the job, which `error` ended. From now on the hook ends the process only for `error`."""
+def release_peers() -> None:
+    """Release the job, which an error has ended."""
     if _installed is not None:
         _installed.peers = None
-        error.__dict__[_ENDED_A_JOB] = True  # setattr fails for a frozen dataclass
-
-
-def _ended_a_job(error: BaseException | None) -> bool:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if hasattr(error, _ENDED_A_JOB):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -238,7 +238,7 @@ class Job:
                 log.logger.warning("while leaving after an error: %r", second)
         if self.peers is not None:
             self.peers.wait_for_readers()
-            failures.detach_excepthook(error)
+            failures.release_peers()
         self._close()
 
     def _abort_at_exit(self) -> None:
