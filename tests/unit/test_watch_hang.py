@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -639,25 +638,15 @@ def test_whether_a_dead_main_thread_is_the_end_of_its_process() -> None:
             child.communicate()
 
 
-def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, local_ranks = 100.0, Silent()
-    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
-    watch = HangWatch(cast(Any, local_ranks), after_s=0, ends=False)
-    for _ in range(8):
-        watch.check(1)
-        now += 0.5
-    now += 60.0
-    watch.check(1)
-    assert now - watch._activities[0].progress_at == pytest.approx(3.5 + 1.0)
+WORLD = "torch.distributed.distributed_c10d._world"
 
 
 class Silent:
-    """Local ranks with one idle rank, as far as `HangWatch` uses them."""
+    """A rank that is idle and is never asked."""
 
-    def __init__(self) -> None:
-        self.ranks = [self]
-        self.pid = os.getpid()
-        self.local_rank = 0
+    def __init__(self, number: int, pid: int = 0) -> None:
+        self.rank = self.local_rank = number
+        self.pid = pid or os.getpid()
         self.returncode = None
         self.counts = (0, 0)
 
@@ -667,44 +656,58 @@ class Silent:
         return json.dumps(beat) + "\n"
 
 
-WORLD = "torch.distributed.distributed_c10d._world"
-
-
 class Asked(Silent):
     """One of two ranks. Rank 0 waits in a collective; both are idle until they are asked."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = self.local_rank = rank
-        self.pid = rank
-        self.counts = (1 - rank, 0)
+    def __init__(self, number: int, pid: int = 0) -> None:
+        super().__init__(number, pid)
+        self.counts = (1 - number, 0)
         self.state: dict[str, Any] = {}
 
     def ask_state(self, number: int) -> None:
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
-        table = {"entries": entries, "groups": {"0": [0, 1]}, "missing": [WORLD]}
+        table = {"entries": entries, "groups": {"0": [0, 1]}, "missing": [WORLD], "axes": {}}
         table["last_numbers"] = {"0 nccl": 7} if entries else {}
-        table["axes"] = {}
         threads = [{"name": "main", "stack": stack, "in_step": False}]
-        told = {"id": number, "threads": threads, **table}
-        told |= {"step": 0, "stage": None, "optimizer_steps": 0}
-        self.state = told
+        told = {"step": 0, "stage": None, "optimizer_steps": 0, **table}
+        self.state = {"id": number, "threads": threads, **told}
+
+
+class Watched:
+    """Ranks under a `HangWatch`, whose time the test passes."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, ranks: Sequence[Silent], after_s: float | None = 2.0
+    ) -> None:
+        self.now, self.said, self.ranks = 100.0, list[str](), ranks
+        patch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: self.now)
+        self.say = self.show = self.said.append
+        self.watch = HangWatch(cast(Any, self), after_s=after_s, ends=False)
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.watch.check(len(self.ranks))
+            self.now += 0.5
+
+
+def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Watched(monkeypatch, [Silent(0)], after_s=0)
+    ranks.run(4.0)
+    ranks.now += 60.0
+    ranks.watch.check(1)
+    assert ranks.now - ranks.watch._activities[0].progress_at == pytest.approx(3.5 + 1.0)
 
 
 def test_a_missing_name_of_torch_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, ranks, said = 100.0, [Asked(0), Asked(1)], []
-    local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=said.append, show=said.append)
-    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     monkeypatch.setattr("paceline.watch.processes.read_state", lambda pid: "S")
-    watch = HangWatch(local_ranks, after_s=2.0, ends=False)
-    while not said:
-        watch.check(2)
-        now += 0.5
-        assert now < 110
+    ranks = Watched(monkeypatch, [Asked(0), Asked(1)])
+    ranks.run(10.0)
     warning = "reports of hangs do not name the ranks of a group"
-    assert said[0] == f"torch has no {WORLD}: {warning}"
-    assert said[1].startswith("waiting: rank 0 "), said
+    assert ranks.said[0] == f"torch has no {WORLD}: {warning}"
+    assert ranks.said[1].startswith("waiting: rank 0 "), ranks.said
+    assert len(ranks.said) == 2
 
 
 def test_a_rank_reports_names_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,61 +728,32 @@ def test_the_patience_follows_the_usual_time_between_collectives(
     patience_s: float,
     world_size: int,
 ) -> None:
-    ranks = [Silent() for _ in range(world_size)]
-    for number, rank in enumerate(ranks):
-        rank.local_rank = number
-    now = 100.0
-    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
-    local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=print, show=print)
-    watch = HangWatch(local_ranks, after_s=after_s, ends=False)
-    watch.check(world_size)
-    now += 120.0  # the start, such as to load the data
+    ranks = Watched(monkeypatch, [Silent(number) for number in range(world_size)], after_s)
+    ranks.watch.check(world_size)
+    ranks.now += 120.0  # the start, such as to load the data
     for number in range(1, 6):
         if number == 2:
-            assert watch._patience_s == (after_s or 10.0)
-        now += step_s + 0.001
-        for rank in ranks:
+            assert ranks.watch._patience_s == (after_s or 10.0)
+        ranks.now += step_s + 0.001
+        for rank in ranks.ranks:
             rank.counts = (number, number)
-        watch.check(world_size)
-    assert watch._patience_s == pytest.approx(patience_s, rel=0.01)
+        ranks.watch.check(world_size)
+    assert ranks.watch._patience_s == pytest.approx(patience_s, rel=0.01)
 
 
-def test_a_hang_is_reported_again_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = 100.0, []
-    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
-    monkeypatch.setattr("paceline.watch.processes.read_state", lambda pid: "T" if pid % 10 else "S")
-    local_ranks: Any = types.SimpleNamespace(ranks=[], say=said.append, show=said.append)
-    watch = HangWatch(local_ranks, after_s=2.0, ends=False)
-    for restart in range(2):
-        local_ranks.ranks = [Asked(0), Asked(1)]
-        for one in local_ranks.ranks:
-            one.pid += 10 * restart
-        begin = now
-        while now < begin + 8:
-            watch.check(2)
-            now += 0.5
-        assert sum(text.startswith("hang: ") for text in said) == restart + 1
-
-
-def test_a_hang_at_the_same_place_is_reported_again_after_progress(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("after", ["a restart", "progress"])
+def test_a_hang_at_the_same_place_is_reported_again(
+    monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    now, said = 100.0, []
-    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     monkeypatch.setattr("paceline.watch.processes.read_state", lambda pid: "T" if pid % 10 else "S")
-    ranks = [Asked(0), Asked(1)]
-    watch = HangWatch(
-        cast(Any, types.SimpleNamespace(ranks=ranks, say=said.append, show=said.append)),
-        after_s=2.0,
-        ends=False,
-    )
+    ranks = Watched(monkeypatch, [Asked(0, pid=10), Asked(1, pid=11)])
     for round in range(2):
-        begin = now
-        while now < begin + 8:
-            watch.check(2)
-            now += 0.5
-        assert sum(text.startswith("hang: ") for text in said) == round + 1, said
-        ranks[1].counts = (round + 1, round + 1)
+        ranks.run(8.0)
+        assert sum(text.startswith("hang: ") for text in ranks.said) == round + 1, ranks.said
+        if after == "progress":
+            ranks.ranks[1].counts = (1, 1)
+        else:
+            ranks.ranks = [Asked(0, pid=20), Asked(1, pid=21)]
 
 
 def test_loader_workers_have_a_probe_of_their_own() -> None:
