@@ -55,6 +55,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def names_this_host(host: str) -> bool:
+    """Whether a host name resolves to loopback addresses only, which lead to this host."""
+    addresses = addresses_of(host)
+    return not is_loopback(host) and bool(addresses) and all(map(is_loopback, addresses))
+
+
 def owns(host: str) -> bool:
     """Whether `host` is this host: a name or address that resolves to an address of an interface here.
 
@@ -129,9 +135,7 @@ def own_address(host: str) -> str | None:
 
 def address_from_here(host: str) -> str:
     """Where this host connects to reach `host`: its name, or `own_address` if that is this host."""
-    addresses = addresses_of(host)
-    is_own_name = not is_loopback(host) and bool(addresses) and all(map(is_loopback, addresses))
-    return own_address(host) or host if is_own_name else host
+    return own_address(host) or host if names_this_host(host) else host
 
 
 def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, str]:

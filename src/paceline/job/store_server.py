@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.job.network import (
     address_from_here,
     addresses_of,
-    is_loopback,
+    names_this_host,
     outside_addresses,
     own_address,
 )
@@ -98,11 +98,7 @@ def listen_for(
         what, fix = failure or unresolved(host)
         raise ConfigError(f"this host has to serve the store of the job, and {what}.", fix=fix)
     networks = outside_addresses()
-    if (
-        address in networks.values()
-        and len(networks) > 1
-        and all(map(is_loopback, addresses_of(host)))
-    ):
+    if address in networks.values() and len(networks) > 1 and names_this_host(host):
         listed = ", ".join(f"{own} ({name})" for name, own in networks.items())
         logger.warning(
             "the name %s is a loopback address on this host, which has the addresses %s. The store of "
@@ -190,7 +186,7 @@ def _explain(host: str, port: int, error: OSError) -> tuple[str, str]:
         return unresolved(host, error.strerror or "")
     here = socket.gethostname()
     addresses = addresses_of(host)
-    if not is_loopback(host) and addresses and is_loopback(addresses[0]):
+    if names_this_host(host):
         return (
             f"the name {host} resolves to {addresses[0]} on {here}, which is {here} itself",
             f"correct /etc/hosts on {here}, or use the address of {host}.",

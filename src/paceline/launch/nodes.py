@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 import paceline
 from paceline.errors import LaunchFailed
-from paceline.job.network import address_from_here, route_to
+from paceline.job.network import address_from_here, names_this_host, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
 from paceline.launch.endpoint import connect_store_at
 from paceline.launch.node_exchange import STORE_S, NodeExchange, NodeRecords
@@ -532,12 +532,7 @@ class NodeRendezvous(Rendezvous):
             refused = self._call("get", "refused").decode(errors="replace")
             text += f". A node was refused at {refused}"
         host = self._endpoint.host
-        route = route_to(host)
-        if (
-            route is not None
-            and host not in (route.address, "localhost")
-            and "resolves" in route.why
-        ):
+        if names_this_host(host):
             text += (
                 f". On this host {host} is this host itself: if that is wrong, correct /etc/hosts"
             )
