@@ -26,7 +26,6 @@ from paceline.command_line import CommandParser
 from paceline.errors import ConfigError, count_of
 from paceline.exit_codes import ExitCode
 from paceline.job import slurm
-from paceline.job.network import is_loopback
 from paceline.launch.local_ranks import WORKER, has_probe
 from paceline.launch.signals import DEFAULT_SIGNALS, parse_signals
 
@@ -248,16 +247,6 @@ class LaunchOptions:
         """How many nodes the job may have: a number, or `MIN:MAX`."""
         low, high = self.min_nodes, self.max_nodes
         return str(low) if low == high else f"{low}:{high}"
-
-    @property
-    def waiting_message(self) -> str:
-        """How many nodes this one waits for, and where; empty if the job has one node."""
-        if self.endpoint is None:
-            return ""
-        low, high = self.min_nodes, self.max_nodes
-        nodes = count_of(high, "node") if low == high else f"{low} to {high} nodes"
-        note = " (only this host can reach it; set another host with --host)"
-        return f"waiting for {nodes} at {self.endpoint}{note if is_loopback(self.endpoint.host) else ''}"
 
 
 def parser() -> CommandParser:

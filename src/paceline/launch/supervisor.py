@@ -84,7 +84,12 @@ def _rendezvous(
     if options.endpoint is None:
         host, port = options.address
         return Rendezvous(host, port, ranks=options.nproc)
-    local_ranks.say(options.waiting_message)
+    low, high = options.min_nodes, options.max_nodes
+    nodes = count_of(high, "node") if low == high else f"{low} to {high} nodes"
+    note = ""
+    if is_loopback(options.endpoint.host):
+        note = " (only this host can reach it; set another host with --host)"
+    local_ranks.say(f"waiting for {nodes} at {options.endpoint}{note}")
     with quiet_torch():
         from paceline.launch.nodes import NodeRendezvous
     with received.interruptible():
