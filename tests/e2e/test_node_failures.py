@@ -115,7 +115,6 @@ if "HOST" not in os.environ:
     open("goes-on", "w").close()
     while not os.path.exists("third"):
         time.sleep(0.05)
-    time.sleep(4)
     open("whole", "w").close()
 """
 
@@ -133,6 +132,7 @@ def test_a_node_that_comes_while_the_job_ends_does_not_begin_it_again(
     third = start(words, tmp_path)
     assert third.stderr is not None
     assert "waiting for" in third.stderr.readline()
+    assert "this node joins at their next restart" in third.stderr.readline()
     (tmp_path / "third").touch()
     ends = [finish(node) for node in (host, other)]
     assert [end.code for end in ends] == [0, 0], ends
