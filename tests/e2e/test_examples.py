@@ -148,12 +148,10 @@ def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Pat
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[0][-1] < losses[0][0] - 1
-    assert scores == pytest.approx([scores[0]] * 3, rel=0.01)
+    # float32, and Adam divides by small numbers.
+    assert scores == pytest.approx([scores[0]] * 3, rel=2e-3)
     for other in losses[1:]:
-        assert len(other) == len(losses[0])
-        # float32, and Adam divides by small numbers. The ranks cut the last, smaller step into other
-        # micro-batches, so its dropout differs.
-        assert other[:-1] == pytest.approx(losses[0][:-1], rel=1e-3)
+        assert other == pytest.approx(losses[0], rel=1e-3)
 
 
 PARAMETER_SERVER = [_example("parameter_server.py"), "--servers=2", "--snapshot-every=100"]
