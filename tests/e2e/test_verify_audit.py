@@ -19,9 +19,9 @@ RULES = {
     "02": "no shards",
     "03": "shards overlap",
     "04": "evaluated twice",
-    "05": "gradient off by a factor",
-    "06": "mean of means",
-    "07": "no_sync on the last micro-batch",
+    "05": "step of one process",
+    "06": "step of one process",
+    "07": "step of one process",
     "08": "no_sync around backward only",
     "09": "weights differ without an optimizer step",
     "10": "parameter added after wrapping",
@@ -36,33 +36,42 @@ RULES = {
     "19": "metric averaged per rank",
     "20": "same device for all ranks",
     "21": "weights drift apart",
-    "23": "mean of means",
-    "61": "clipping before reduction",
+    "23": "step of one process",
+    "61": "step of one process",
     "65": "gathered in a different order",
-    "66": "loss depends on the rank",
+    "66": "step of one process",
     "67": "datasets differ between ranks",
     "68": "evaluated models differ",
-    "69": "mean of means",
+    "69": "step of one process",
     "70": "schedule follows one rank",
-    "71": "gradient not that of one process",
+    "71": "step of one process",
     "72": "samples used unevenly",
     "73": "schedule does not reach its end",
-    "74": "learns less than one process",
-    "75": "clipping of own shard",
+    "74": "step of one process",
+    "75": "step of one process",
     "79": "metric averaged per rank",
-    "81": "gradient off by a factor",
-    "83": "gradient off by a factor",
+    "81": "step of one process",
+    "83": "step of one process",
     "84": "weights drift apart",
     "85": "no shards",
     "86": "weights drift apart",
-    "89": "gradient not that of one process",
+    "89": "step of one process",
     "90": "datasets differ between ranks",
     "91": "metric averaged per rank",
     "98": "samples used unevenly",
     "99": "sum reduced again",
 }
-# The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
-# others are slow.
+# Broken scripts whose only finding is a note: it is not certain that one process does something else.
+NOTES = {
+    "05_gradient_summed": "step of one process",
+    "66_class_weights": "step of one process",
+    "71_contrastive": "step of one process",
+    "74_gathered_pairs": "step of one process",
+    "75_clipped_shards": "step of one process",
+    "89_penalty": "step of one process",
+}
+# The test of the report finds a fault in a gradient; the quick sound scripts are also evaluated. All others
+# are slow.
 QUICK: set[str] = set()
 QUICK_SOUND = {"04_validation_padded", "92_random_negatives"}
 QUICK_REFUSED = {"exits_early_on_one_rank", "spawns_ranks"}
@@ -104,12 +113,14 @@ def processes_of(script: Path) -> str:
 def test_the_fault_is_found_and_no_other(change: Path, tmp_path: Path) -> None:
     script = break_script(change, tmp_path)
     code, facts = audit(script, processes_of(change), tmp_path)
+    is_note = script.stem in NOTES
     for each in facts["audits"]:
-        (fault,) = each["faults"]
-        assert fault["rule"] == RULES[script.name[:2]], facts
-        assert fault["at"].startswith(script.name) or str(script) in fault["at"]
-        assert all(fault[part] for part in ("what", "why", "fix", "evidence", "ranks"))
-    assert code == 1
+        (found,) = each["notes"] if is_note else each["faults"]
+        assert found["rule"] == NOTES.get(script.stem, RULES[script.name[:2]]), facts
+        assert found["at"].startswith(script.name) or str(script) in found["at"]
+        assert all(found[part] for part in ("what", "why", "fix", "evidence", "ranks"))
+        assert bool(each["faults"]) != is_note
+    assert code == (not is_note)
 
 
 @pytest.mark.timeout(180)
@@ -200,7 +211,7 @@ def test_an_exchange_that_is_seldom_seen_is_no_fault(name: str, tmp_path: Path) 
     reasons = [each["why"] for each in found["not_seen"]]
     assert not any("no exchange" in why or "seed" in why for why in reasons)
     passed = [each["rule"] for each in found["passed"]]
-    assert ("gradient off by a factor" in passed) != (name == "optimizer_averages")
+    assert ("step of one process" in passed) != (name == "optimizer_averages")
 
 
 @pytest.mark.slow
@@ -248,7 +259,7 @@ def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path
     assert code == 0
     assert "calls no torch.manual_seed" in facts["remarks"][0]
     judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["passed"]}
-    assert "1 times that of one process" in judged["gradient off by a factor"]
+    assert "it is that of one process" in judged["step of one process"]
 
 
 @pytest.mark.slow
@@ -285,6 +296,7 @@ def test_every_fault_has_its_script_and_twin() -> None:
         broken = {path.stem for path in (TESTS / "broken").glob(f"{name}_*.diff")}
         assert broken
         assert broken <= {path.stem for path in (TESTS / "sound").glob("*.py")}
+    assert all((TESTS / "broken" / f"{name}.diff").exists() for name in NOTES)
 
 
 SENTENCES = {
@@ -335,7 +347,7 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     script = break_script(TESTS / "broken/05_compiled.diff", tmp_path)
     done = verify("--steps", "20", str(script), folder=tmp_path)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("FAULT  the gradient is 2 times too small"), done.stderr
+    assert lines[0].startswith("FAULT  the gradient is 0.5 times that of one process"), done.stderr
     assert [line.split(":")[0].strip() for line in lines[1:7]] == [
         "rule",
         "where",
@@ -348,7 +360,7 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     assert any(line.startswith("passed (") for line in lines)
     assert lines[-3].startswith("remark: torch.compile was turned off during verification")
     assert lines[-2].startswith("remark: the script trains on after the 20 steps that were watched")
-    assert lines[-1].startswith("1 fault found: gradient off by a factor; ")
+    assert lines[-1].startswith("1 fault found: step of one process; ")
     assert done.returncode == 1
 
 

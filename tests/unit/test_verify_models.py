@@ -17,14 +17,12 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit import record_loop
-from paceline.audit.events import Event, ForwardEnded, NotReduced, OptimizerStepBegun
-from paceline.audit.evidence import Run
+from paceline.audit.events import Event, ForwardEnded, NotReduced
 from paceline.audit.models import Models, ddp_of, inner_of, state_by_name, without_ddp
 from paceline.audit.progress import Progress
 from paceline.audit.record_loop import LoopHooks
-from paceline.audit.replay import begin_evaluation, save_weights
 from paceline.audit.run_plan import RunPlan
+from paceline.audit.saved_weights import begin_evaluation, save_weights
 
 
 class Wrapper(nn.Module):
@@ -81,7 +79,7 @@ def test_a_rank_that_pretrains_alone_numbers_the_training_as_the_others(tmp_path
     numbers = []
     for steps in (0, 3):
         recorder: Any = SimpleNamespace(write=lambda event: None)
-        progress = Progress(RunPlan(tmp_path, "mirrored", 2, 20), recorder, 0)
+        progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), recorder, 0)
         models = Models(recorder)
         hooks, optimizer = LoopHooks(progress, models), object()
         for _ in range(steps):
@@ -101,41 +99,6 @@ def test_trained_and_untrained_models_have_different_numbers() -> None:
     models = Models(cast(Any, SimpleNamespace(write=lambda event: None)))
     numbers = [models.on_call(nn.Linear(1, 1), trains=n % 2 == 0) for n in range(210)]
     assert len(set(numbers)) == len(models.by_number()) == 210
-
-
-def test_each_rank_saves_the_gradients_of_its_shards_and_rank_0_all_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class ShardedTensor(torch.Tensor):
-        """In place of DTensor, whose caches keep the ports of its group open."""
-
-        def to_local(self) -> torch.Tensor:
-            return self.as_subclass(torch.Tensor)
-
-    monkeypatch.setattr(record_loop, "DTensor", ShardedTensor)
-    recorder: Any = SimpleNamespace(write=lambda event: None)
-    plan = RunPlan(tmp_path, "mirrored", 2, 20)
-    for rank in range(2):
-        parameters = [nn.Parameter(torch.zeros(size)) for size in (2, 3)]
-        parameters[0].grad = torch.ones(2).as_subclass(ShardedTensor)
-        parameters[1].grad = torch.ones(3)
-        hooks = LoopHooks(Progress(plan, recorder, rank), Models(recorder))
-        hooks.before_step(torch.optim.SGD(parameters, lr=0.1), (), {})
-    assert [len(saved) for saved in Run(plan, [], 0).gradients().values()] == [2 * 2, 3]
-
-
-def test_gradients_of_complex_parameters_have_both_parts(tmp_path: Path) -> None:
-    events: list[Event] = []
-    recorder: Any = SimpleNamespace(write=events.append)
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
-    parameter.grad = torch.tensor([3 + 4j, 0j]).conj()
-    plan = RunPlan(tmp_path, "mirrored", 2, 20)
-    hooks = LoopHooks(Progress(plan, recorder, 0), Models(recorder))
-    hooks.before_step(torch.optim.SGD([parameter], lr=0.1), (), {})
-    (step,) = (event for event in events if isinstance(event, OptimizerStepBegun))
-    assert [*step.norms.values()] == [5.0]
-    (saved,) = Run(plan, [], 0).gradients().values()
-    assert saved.tolist() == [3.0, -4.0, 0.0, 0.0]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -198,11 +161,11 @@ def test_forwards_after_one_that_raised_are_recorded(tmp_path: Path) -> None:
 def test_a_lazy_module_before_its_first_forward_is_no_reason_to_fail(tmp_path: Path) -> None:
     recorder: Any = SimpleNamespace(write=lambda event: None)
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
-    for mode, solo in (("solo", None), ("mirrored", tmp_path)):
-        plan = RunPlan(tmp_path, cast(Any, mode), 1, 20, solo=solo)
+    for mode, source in (("ordinary", None), ("union", tmp_path)):
+        plan = RunPlan(tmp_path, cast(Any, mode), 1, 20, source=source)
         progress, models = Progress(plan, recorder, 0), Models(recorder)
         models.on_call(model, trains=True)
         progress.evaluation = 1
         begin_evaluation(progress, models)
         save_weights(progress)
-        assert (tmp_path / "weights-1.pt").exists()
+        assert (tmp_path / "weights-1-0.pt").exists()

@@ -16,12 +16,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
-from paceline.audit import audit, evidence, record_data, record_loop, replay
+from paceline.audit import audit, evidence, record_data, record_loop, saved_weights
 from paceline.audit.audit import AuditResult, judge
 from paceline.audit.digests import (
     digest,
@@ -34,7 +33,6 @@ from paceline.audit.digests import (
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
-    Clipped,
     CollectiveBegun,
     CollectiveEnded,
     DDPBuilt,
@@ -58,7 +56,6 @@ from paceline.audit.events import (
     TrainingContinues,
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
-from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder, intercept
@@ -68,10 +65,8 @@ from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
-from paceline.audit.rules.gradient import loss_of_rank, scaled_gradient
 from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
-from paceline.audit.rules.sample_weights import mean_of_means
 from paceline.audit.rules.schedule import schedule_of_rank, schedule_speed
 from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
@@ -87,7 +82,13 @@ def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
 
 
 def case(*ranks: list[Event], hung: bool = False) -> Case:
-    return Case(run("solo", ranks[0]), run("ordinary", *ranks, hung=hung), None, "no replay.")
+    ordinary = run("ordinary", *ranks, hung=hung)
+    return Case(run("solo", ranks[0]), ordinary, why_no_union="no union.")
+
+
+def beside_union(one: list[Event], *ranks: list[Event]) -> Case:
+    """A case in which one process did this with the samples and weights of the ranks."""
+    return Case(run("solo", one), run("ordinary", *ranks), run("union", one))
 
 
 def forward(device: str, cores: list[int]) -> ForwardEnded:
@@ -158,35 +159,6 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     pair = replace(call("all_reduce", 2), group=[0, 1])
     usual = [call("barrier", 9, 3)]
     assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
-
-
-@pytest.mark.parametrize(
-    ("solo_loss", "losses", "found"),
-    [
-        (0.7, [0.7, 0.7], NoFault),
-        (0.7, [0.7, 0.7004], NoFault),
-        (0.71, [0.7, 0.72], Finding),
-        (0.7, [0.7, 0.72], NotJudged),  # rank 0 seeds a generator as one process does
-        (0.0, [2e-9, -3e-9], NoFault),  # rounding of a difference that is 0
-        (0.7, [float("nan"), float("nan")], NotJudged),
-        (None, [None, None], NotJudged),
-    ],
-)
-def test_ranks_compute_one_loss_from_one_batch(
-    solo_loss: Any, losses: list[Any], found: type
-) -> None:
-    first = replace(forward("cpu", [0]), params={}, rows=[1])
-    ranks = [[first, BackwardBegun(at="t.py:3", loss=loss)] for loss in losses]
-    solo = run("solo", [first, BackwardBegun(at="t.py:3", loss=solo_loss)])
-    mirrored = Case(solo, run("ordinary", *ranks), run("mirrored", *ranks))
-    assert isinstance(loss_of_rank(mirrored), found)
-    for change in ("rows", "inputs"):  # such as negative samples that each rank draws
-        others = [
-            [replace(first, **cast(Any, {change: rank})), *events[1:]]
-            for rank, events in enumerate(ranks)
-        ]
-        replay = run("mirrored", *others)
-        assert isinstance(loss_of_rank(Case(mirrored.solo, mirrored.ordinary, replay)), NotJudged)
 
 
 def _read_by(rank: int, contents: list[dict[int, int]], *, seeds: bool = True) -> RankLog:
@@ -372,9 +344,7 @@ def test_numbers_after_a_gather_are_those_of_one_process(
     gather = replace(call("all_gather", 8), evaluation=1, shape=[3])
     parts = [_evaluation(rows, gather, _read(value)) for rows in ("abc", "de")]
     whole = _evaluation("abcde", _read(solo))
-    judged = misordered_gather(
-        Case(run("solo", whole), run("ordinary", *parts), run("mirrored", *parts))
-    )
+    judged = misordered_gather(beside_union(whole, *parts))
     assert isinstance(judged, found)
     if isinstance(judged, Finding):
         assert judged.effect == "the metric changes by 50.00%"
@@ -422,166 +392,6 @@ def test_a_part_of_a_trained_model_is_trained() -> None:
     assert [models.is_trained(each) for each in (model[0], copy, model)] == [True, False, True]
 
 
-def _step_on(terms: int, weight: float) -> list[Event]:
-    """An update by a rank whose loss has so many terms of this weight."""
-    backward = BackwardBegun(
-        at="t.py:5", forwards=1, term_weight=weight, terms=terms, kind="NllLossBackward0"
-    )
-    return [DDPBuilt(group_size=2), backward, OptimizerStepBegun()]
-
-
-@pytest.mark.parametrize(
-    ("faulty", "ranks"), [((0,), [0]), ((1,), [1]), ((0, 1), [0, 1]), (("solo", 0), [])]
-)
-def test_a_mean_of_means_names_its_ranks(faulty: tuple[Any, ...], ranks: list[int]) -> None:
-    def events(who: Any) -> list[Event]:
-        parts = [*_step_on(20, 1 / 20), _step_on(20, 1 / 40)[1]]
-        second = _step_on(5 if who in faulty else 20, 1 / 10 if who in faulty else 1 / 40)[1]
-        return [*parts, replace(cast(BackwardBegun, second), forwards=2), OptimizerStepBegun()]
-
-    runs = Case(run("solo", events("solo")), run("ordinary", events(0), events(1)))
-    judged = mean_of_means(runs)
-    assert isinstance(judged, Finding)
-    assert list(judged.ranks) == ranks
-
-
-@pytest.mark.parametrize(("heads", "found"), [((7, 7), Finding), ((7, 8), NoFault)])
-def test_losses_of_one_line_that_reach_other_parameters_are_tasks(
-    heads: tuple[int, int], found: type
-) -> None:
-    wrapped, one, step = _step_on(8, 1 / 16)
-    other = _step_on(4, 1 / 8)[1]
-    parts = [
-        replace(cast(BackwardBegun, part), forwards=number, reached=head)
-        for number, (part, head) in enumerate(zip((one, other), heads, strict=True))
-    ]
-    events = [LoaderSeen(loader="a"), wrapped, *parts, step]
-    assert isinstance(mean_of_means(case(events, events)), found)
-
-
-def test_which_parameters_a_loss_reaches() -> None:
-    trunk, *heads = (torch.nn.Linear(2, 2) for _ in range(3))
-    loss = heads[1](trunk(torch.ones(1, 2)).relu()).sum() + trunk.bias.sum()
-    expected = [*trunk.parameters(), *heads[1].parameters()]
-    assert {id(p) for p in reached(loss)} == {id(p) for p in expected}
-
-
-@pytest.mark.parametrize(
-    ("weights", "found"),
-    [
-        ((1 / 20, 1 / 50), "fault"),
-        ((1 / 48, 1 / 50), "note"),  # about as many terms, such as masked tokens
-        ((2 / 70, 2 / 70), ""),  # divided by the terms of all ranks
-    ],
-)
-def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: str) -> None:
-    counts = [20 if found == "fault" else 48, 50]
-    ranks = [_step_on(n, weight) for n, weight in zip(counts, weights, strict=True)]
-    judged = mean_of_means(case(*ranks))
-    assert isinstance(judged, Finding) == bool(found)
-    if isinstance(judged, Finding):
-        assert judged.is_note == (found == "note")
-        assert "in 1 of 1 steps" in judged.effect
-
-
-@pytest.mark.parametrize(
-    ("sizes", "found", "whose"),
-    [
-        ([1.0], NoFault, "the gradient"),
-        ([1.0, 1.0], NoFault, "the gradient of optimizer 1"),
-        ([1.0, 1.3], NoFault, "the gradient of optimizer 1"),  # it may depend on random numbers
-        ([2.0, 1.0], Finding, "the gradient of optimizer 1"),
-        ([1.0, 2.0], Finding, "the gradient of optimizer 2"),
-    ],
-)
-def test_the_gradient_of_each_optimizer_is_compared(
-    tmp_path: Path, sizes: list[float], found: type, whose: str
-) -> None:
-    steps = [OptimizerStepBegun(step=1, lrs=[0.1], grads={f"w{n}": 1}) for n in range(len(sizes))]
-    first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
-    runs = []
-    for mode, count in (("solo", 1), ("mirrored", 2)):
-        (tmp_path / mode).mkdir()
-        for number, size in enumerate(sizes):
-            gradients = {"w": torch.ones(3) * (size if mode == "mirrored" else 1.0)}
-            torch.save(gradients, tmp_path / mode / f"gradients-{number}-0.pt")
-        # Of the first optimizer only.
-        clip = Clipped(norm=5 * (sizes[0] if mode == "mirrored" else 1.0), names=["w0"])
-        made = run(mode, *[[first, BackwardBegun(at="t.py:1"), clip, *steps]] * count)
-        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
-    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
-    assert isinstance(judged, found)
-    assert isinstance(judged, NoFault | Finding)
-    ratio = "2" if found is Finding else "1"
-    assert judged.evidence.startswith(f"{whose} of step 1 was {ratio} times that of one process")
-
-
-@pytest.mark.parametrize(
-    ("is_sgd", "rate", "weight", "is_note"),
-    [
-        (True, 0.1, 1 / 12, False),
-        (True, 0.05, 1 / 12, True),
-        (False, 0.05, 1 / 12, False),  # Adam's update does not grow with the gradient
-        (True, 0.1, 1.0, True),
-    ],
-)
-def test_a_learning_rate_or_a_loss_that_is_a_sum_makes_up_for_a_sum(
-    tmp_path: Path, is_sgd: bool, rate: float, weight: float, is_note: bool
-) -> None:
-    first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
-    runs = []
-    for mode, count, lr in (("solo", 1, 0.1), ("mirrored", 2, rate)):
-        (tmp_path / mode).mkdir()
-        torch.save({"w": torch.ones(3) * count}, tmp_path / mode / "gradients-0-0.pt")
-        step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[lr], is_sgd=is_sgd)
-        backward = BackwardBegun(at="t.py:1", term_weight=weight, terms=12.0)
-        made = run(mode, *[[first, backward, step]] * count)
-        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
-    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
-    assert isinstance(judged, Finding)
-    assert judged.is_note == is_note
-
-
-@pytest.mark.parametrize(
-    ("ratio", "drew", "found"),
-    [(0.9, ["torch"], NoFault), (0.9, [], NotJudged), (0.7, ["torch"], NotJudged)],
-)
-def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
-    tmp_path: Path, ratio: float, drew: list[str], found: type
-) -> None:
-    first = ForwardEnded(trains=True, params={}, rows=[1], drew=drew)
-    events = [first, BackwardBegun(at="t.py:1")]
-    runs = []
-    for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
-        (tmp_path / mode).mkdir()
-        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients-0-0.pt")
-        made = run(mode, *[events] * count)
-        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
-    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
-    assert isinstance(judged, found)
-    assert not isinstance(judged, NotJudged) or judged.is_open
-
-
-def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
-    gradients = [{"w": torch.randn(9)} for _ in range(2)]
-    ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
-    logs = [
-        RankLog(rank, [*events, OptimizerStepEnded(step=1)], [])
-        for rank, events in enumerate(ranks)
-    ]
-    ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
-    torch.save({"w": torch.ones(9)}, tmp_path / "gradients-0-0.pt")
-    for rank in range(2):  # shards of unequal sizes
-        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}.pt")
-    assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
-    for rank, own in enumerate(gradients):
-        torch.save(own, tmp_path / f"local-{rank}.pt")
-    for factors, found in (((0.5, 0.5), Finding), ((2 / 7, 5 / 7), NoFault)):
-        total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
-        torch.save({"w": total}, tmp_path / "gradients-0-0.pt")
-        assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
-
-
 @pytest.mark.parametrize(
     ("metrics", "found"),
     [((0.5, 0.5), NoFault), ((0.5, 0.6), Finding), ((None, None), NoFault)],
@@ -607,8 +417,8 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
         ]
 
     parts = ranks([(7.9, each[0]), (8.1, each[1])])
-    whole = run("solo", *ranks([(solo, solo)]))
-    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    (whole,) = ranks([(solo, solo)])
+    judged = averaged_metric(beside_union(whole, *parts))
     assert isinstance(judged, found)
     if isinstance(judged, Finding):
         assert judged.is_note
@@ -629,8 +439,8 @@ def test_the_sizes_of_tensors_are_no_metric(widths: tuple[float, float], found: 
         ]
 
     parts = gathers(*widths)
-    whole = run("solo", *gathers(widths[0]))
-    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    (whole,) = gathers(widths[0])
+    judged = averaged_metric(beside_union(whole, *parts))
     assert isinstance(judged, found), judged
 
 
@@ -646,9 +456,7 @@ def test_evaluations_with_different_numbers_of_reductions(after_step: int, is_op
         for event in _evaluation("abc", reduced, CollectiveEnded(values=[3.0]))
     ]
     twice = [*one, reduced, CollectiveEnded(values=[0.0])]
-    judged = averaged_metric(
-        Case(run("solo", one), run("ordinary", twice, twice), run("mirrored", twice, twice))
-    )
+    judged = averaged_metric(beside_union(one, twice, twice))
     assert isinstance(judged, NotJudged)
     assert judged.is_open is is_open
 
@@ -666,9 +474,9 @@ def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: t
         ended = CollectiveEnded(values=[5.0 * times, total])
         return _evaluation(samples * times, replace(reduced, values=values), ended)
 
-    whole = run("solo", evaluated(4.0, 4.0, "abcde"))
+    whole = evaluated(4.0, 4.0, "abcde")
     parts = [evaluated(score / 2, score, rows) for rows in ("abc", "de")]
-    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    judged = averaged_metric(beside_union(whole, *parts))
     assert isinstance(judged, found), judged
     assert not isinstance(judged, Finding) or judged.is_note
 
@@ -691,8 +499,8 @@ def test_a_reduction_that_one_process_does_not_enter(
         begun = replace(call("all_reduce", 8), evaluation=1, values=[x])
         calls = [event for each in results for event in (begun, CollectiveEnded(values=each))]
         parts.append(_evaluation(rows, *calls, _read(0.1)))
-    whole = run("solo", _evaluation("abcde", _read(0.0, 5), _read(1.0, 5), _read(0.38)))
-    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    whole = _evaluation("abcde", _read(0.0, 5), _read(1.0, 5), _read(0.38))
+    judged = averaged_metric(beside_union(whole, *parts))
     assert isinstance(judged, found), judged
     assert not isinstance(judged, NotJudged) or judged.is_open
 
@@ -853,26 +661,6 @@ def test_equal_masks_by_the_seed_of_a_library_are_a_note(seeds: list[str]) -> No
 def test_no_model_but_the_trained_one_was_evaluated() -> None:
     judged = different_untrained_models(case([], []))
     assert judged == NoFault("all models that were used without gradient are trained.")
-
-
-FEATURES = replace(call("all_gather", 3), shape=[4, 8])
-
-
-@pytest.mark.parametrize(
-    ("events", "gathers"),
-    [
-        ([BatchGiven(loader="a"), ForwardBegun(), ForwardEnded(), FEATURES], True),
-        ([BatchGiven(loader="a"), FEATURES, ForwardBegun(), ForwardEnded()], False),
-        ([ForwardBegun(), ForwardEnded(), FEATURES], True),  # without a loader
-        (
-            [ForwardBegun(), FEATURES, BatchGiven(loader="a"), ForwardBegun()],
-            False,
-        ),  # an evaluation
-    ],
-)
-def test_a_gather_for_the_loss_is_of_its_batch(events: list[Event], gathers: bool) -> None:
-    log = RankLog(0, [*events, BackwardBegun(at="t.py:1"), FEATURES], [])
-    assert (log.gather_for_loss is not None) == gathers
 
 
 def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
@@ -1051,37 +839,6 @@ def test_a_training_before_the_first_ddp_is_left_out(tmp_path: Path) -> None:
     assert (log.steps, log.passes) == (1, {})
 
 
-LOGITS = torch.randn(6, 3, requires_grad=True)
-TARGETS = torch.tensor([0, 1, 2, -100, 1, -100])
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight", "count"),
-    [
-        (lambda: F.cross_entropy(LOGITS, TARGETS.clamp(0)), 1 / 6, 6),
-        (lambda: F.cross_entropy(LOGITS, TARGETS), 1 / 4, 4),
-        (lambda: F.cross_entropy(LOGITS, TARGETS, reduction="sum") / 10, 1 / 10, 4),
-        (lambda: F.mse_loss(LOGITS, torch.zeros(6, 3)) * 0.5, 0.5 / 18, 18),
-        (lambda: -(LOGITS**2).mean(), -1 / 18, 18),
-        (lambda: (LOGITS**2).sum() / 4 / 2, 1 / 8, 18),
-        (lambda: F.binary_cross_entropy_with_logits(LOGITS, torch.zeros(6, 3)), 1 / 18, 18),
-        (lambda: F.nll_loss(F.log_softmax(LOGITS, 1), TARGETS.clamp(0)) + (LOGITS**2).sum(), 1 / 6, 6),
-        (lambda: F.cross_entropy(LOGITS, TARGETS, label_smoothing=0.2), 0.8 / 4, 4),
-    ],
-)  # fmt: skip
-def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
-    found = loss_weight(loss())
-    assert found is not None
-    assert found.term_weight == pytest.approx(weight)
-    assert found.terms == count
-
-
-def test_a_loss_whose_weight_cannot_be_read() -> None:
-    assert loss_weight((LOGITS.mean() * LOGITS.sum()).reshape(())) is None
-    assert loss_weight(LOGITS.exp().max()) is None
-    assert loss_weight(sum((LOGITS.mean() for _ in range(2000)), LOGITS.sum())) is None
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_values_without_readable_content_count_by_their_representation() -> None:
     values: list[Any] = [
@@ -1194,57 +951,26 @@ def test_without_private_names_of_torch_loaders_still_work(
         assert isinstance(judged[rule], NotJudged), judged[rule]
 
 
-def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(torch_private, "look_up", lambda path: None)
-    torch_private.find.cache_clear()
-    try:
-        for mode, solo, data in (("solo", None, range(6)), ("mirrored", tmp_path / "solo", "abc")):
-            with monkeypatch.context() as context:
-                for name in ("__iter__", "__len__"):
-                    context.setattr(DataLoader, name, getattr(DataLoader, name))
-                (tmp_path / mode).mkdir()
-                plan = RunPlan(tmp_path / mode, cast(Any, mode), 2, 20, solo)
-                recorder = Recorder(plan.folder, 0)
-                record_data.install(Progress(plan, recorder, 0))
-                batches = iter(DataLoader(cast(Any, data), 4))
-                assert (len(batches), [len(batch) for batch in batches]) == (2, [4, 2])
-                recorder.write(BackwardBegun())
-    finally:
-        torch_private.find.cache_clear()
-
-
-def test_batches_that_cannot_be_saved_are_not_replayed(tmp_path: Path) -> None:
-    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), cast(Any, None), 0)
-    error = replay.keep_batch(progress, "a", 0, 0, [lambda: None])
-    given: list[Event] = [BatchGiven(loader="a", size=2, unsaved=error), BackwardBegun()]
-    mode, why = audit._replay_mode(run("solo", given), run("ordinary", given, given))
-    assert mode is None
-    assert error
-    assert error in why
-
-
 def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path: Path) -> None:
     recorder: Any = SimpleNamespace(write=lambda event: None)
-    progress = Progress(RunPlan(tmp_path, "solo", 1, 20), recorder, 0)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), recorder, 0)
     model = torch.nn.Linear(1, 1)
     before = model.weight.item()
     models: Any = SimpleNamespace(by_number=lambda: {0: model})
     assert progress.on_no_grad_forward(of_trained=True)
-    replay.begin_evaluation(progress, models)
+    saved_weights.begin_evaluation(progress, models)
     assert not list(tmp_path.glob("weights-*"))
     torch.nn.init.constant_(model.weight, before + 1)  # such as a mean of the weights, put back
-    replay.save_weights(progress)
-    saved = torch.load(tmp_path / "weights-1.pt", weights_only=True)
-    assert saved[0]["weight"].item() == before
+    saved_weights.save_weights(progress)
+    saved = torch.load(tmp_path / "weights-1-0.pt", weights_only=True)
+    assert saved[0]["weight"][1].item() == before
 
-    # In a replay, the model has these weights until the training goes on.
-    plan = RunPlan(tmp_path / "replay", "mirrored", 2, 20, solo=tmp_path)
-    progress = Progress(plan, recorder, 1)
+    # In a union, the model has these weights until the training goes on.
+    plan = RunPlan(tmp_path / "union", "union", 1, 20, source=tmp_path, ranks=2)
+    progress = Progress(plan, recorder, 0)
     torch.nn.init.constant_(model.bias, before + 2)
     assert progress.on_no_grad_forward(of_trained=True)
-    replay.begin_evaluation(progress, models)
+    saved_weights.begin_evaluation(progress, models)
     assert model.weight.item() == before
     torch.nn.init.constant_(model.bias, 9.0)  # by the script, in the evaluation
     progress.on_forward(trains=True)
@@ -1378,38 +1104,6 @@ def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
     refuse(
         Run(plan, [RankLog(0, alone, []), RankLog(1, [BackwardBegun(), EndedByVerify()], [])], 0)
     )
-
-
-@pytest.mark.parametrize(("taken", "is_same"), [(1, False), (2, True)])
-def test_a_step_with_fewer_micro_batches_has_other_inputs(taken: int, is_same: bool) -> None:
-    step: list[Event] = [ForwardEnded(trains=True, inputs=1, rows=[n]) for n in range(2)]
-    ranks = [step[:taken]] * 2
-    found = Case(run("solo", step), run("ordinary", *ranks), run("mirrored", *ranks))
-    assert found.has_same_inputs == is_same
-
-
-@pytest.mark.parametrize(
-    ("batch", "part"),
-    [
-        ([torch.arange(4.0), torch.arange(4)], [torch.tensor([1.0, 3.0]), torch.tensor([1, 3])]),
-        (  # the images of a detector, and the boxes of each
-            (torch.arange(4.0), [{"boxes": torch.ones(n, 4)} for n in range(4)]),
-            (torch.tensor([1.0, 3.0]), [{"boxes": torch.ones(n, 4)} for n in (1, 3)]),
-        ),
-        (
-            {"x": torch.arange(2.0), "pair": (torch.arange(2.0), torch.arange(2.0))},
-            {"x": torch.tensor([1.0]), "pair": (torch.tensor([1.0]), torch.tensor([1.0]))},
-        ),
-        ([torch.arange(4.0), [5, 6, 7, 8]], [torch.tensor([1.0, 3.0]), [6, 8]]),
-        (
-            (torch.arange(2), torch.arange(6), [7, 8, 9]),
-            (torch.tensor([1]), torch.arange(6), [7, 8, 9]),
-        ),
-    ],
-)
-def test_the_part_of_a_batch(batch: Any, part: Any) -> None:
-    found = replay._part(batch, replay.number_of_samples(batch), 1, 2)
-    torch.testing.assert_close(found, part)
 
 
 def test_the_scripts_that_a_rule_names_exist() -> None:

@@ -29,27 +29,27 @@ OPTIONS = VerifyOptions(
     timeout_s=600,
 )
 ORDINARY = RunPlan(Path("ordinary"), "ordinary", 2, 20)
-DIVIDED = RunPlan(Path("divided"), "divided", 2, 20, solo=Path("solo"))
+UNION = RunPlan(Path("union"), "union", 1, 20, source=Path("ordinary"), ranks=2)
 
 
 @pytest.mark.parametrize(
     ("plan", "longest_s", "limit_s"),
-    [(ORDINARY, 1.0, 600), (DIVIDED, 1.0, 30), (DIVIDED, 9.0, 90), (DIVIDED, 100.0, 600)],
+    [(ORDINARY, 1.0, 600), (UNION, 1.0, 30), (UNION, 9.0, 90), (UNION, 100.0, 600)],
 )
-def test_a_replay_may_take_ten_times_as_long_as_the_runs_before(
+def test_a_union_run_may_take_ten_times_as_long_as_the_runs_before(
     plan: RunPlan, longest_s: float, limit_s: float
 ) -> None:
     assert _timeout_s(plan, OPTIONS, longest_s) == limit_s
 
 
-def test_no_replay_takes_longer_than_the_user_allows() -> None:
-    assert _timeout_s(DIVIDED, replace(OPTIONS, timeout_s=10), 5.0) == 10
+def test_no_union_run_takes_longer_than_the_user_allows() -> None:
+    assert _timeout_s(UNION, replace(OPTIONS, timeout_s=10), 5.0) == 10
 
 
 def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    solo = Run(DIVIDED, [RankLog(0, [], [])], 0)
+    solo = Run(UNION, [RankLog(0, [], [])], 0)
     monkeypatch.setattr(session, "preload", lambda: None)
     monkeypatch.setattr(session, "refuse", lambda run: None)
     monkeypatch.setattr(session, "_run", lambda plan, options: solo)

@@ -1,10 +1,9 @@
-"""The audit of a script that does not use paceline: two to four runs, and a judgement for each rule.
+"""The audit of a script that does not use paceline: three to five runs, and a judgement for each rule.
 
 Such a script fixes the batch size of a rank, so runs of 1 and N processes train on different data and cannot
-be compared. The reference is therefore a replay, whose ranks get the batches of the run of one process, or
-parts of them. An ordinary run shows the script's own shards, order and coverage, and whether its ranks drift
-apart. If the batches cannot be replayed, another run gets only the weights of the run of one process, in
-evaluations.
+be compared. The reference is therefore a union run: one process that gets the batches of all ranks of an
+ordinary run. In a few steps and in evaluations it begins with their weights. The ordinary run itself shows
+the script's own shards, order and coverage, and whether its ranks drift apart.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
-from paceline.audit.rules import RULES
+from paceline.audit.rules import RULES, one_process
 from paceline.audit.rules.rule import Case, Finding, Judgement, NotJudged, Rule
-from paceline.audit.run_plan import Mode, RunPlan
+from paceline.audit.run_plan import RunPlan
 
 Execute = Callable[[RunPlan], Run]
 _J = TypeVar("_J")
@@ -80,40 +79,56 @@ def audit(
     cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
     plan = replace(solo.plan, world_size=world_size, steps=steps, max_steps=0, cut_at=cut_at)
 
-    def run(mode: Mode) -> Run:
-        source = None if mode == "ordinary" else solo.plan.folder
-        own = folder / f"{mode}-{world_size}"
-        most = limit if mode == "ordinary" else 0
-        return execute(replace(plan, mode=mode, folder=own, solo=source, max_steps=most))
-
-    ordinary = run("ordinary")
+    # With N ranks, a script that trains for a number of epochs ends after about 1/N of the steps.
+    kept = tuple(sorted({0, 1, max(steps // world_size - 1, 0), steps - 1}))
+    plan = replace(plan, mode="ordinary", kept=kept, ranks=world_size, max_steps=limit)
+    ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
-    mode, why = _replay_mode(solo, ordinary)
-    replay = None
-    if mode is not None:
-        replay, why = _usable(run(mode), ordinary)
-    same_weights = None
-    if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
-        made = run("same-weights")
-        same_weights = None if made.hung or made.out_of_time or made.returncode else made
-    case = Case(solo, ordinary, replay, why, same_weights)
+    case = Case(solo, ordinary)
+    if ordinary.hung:
+        case = replace(case, why_no_union="the ordinary run hung.")
+    else:
+        case = _with_union(case, execute, folder)
     result = AuditResult(case, judge(case, strict=strict))
+    compared = {rule.name for rule in RULES if rule.compares_numbers}
+    if case.union is not None and compared & result.of(Finding).keys():
+        case = _with_noise(case, case.union.plan, execute, folder)
+        result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)
         refuse_other_steps(case)
     return result
 
 
-def _usable(replay: Run, ordinary: Run) -> tuple[Run | None, str]:
-    """The replay; None and the reason if it did not train as the ordinary run."""
-    planned = replay.plan.steps
-    if replay.hung or replay.out_of_time:
-        return None, f"{replay.name} did not end in time."
-    if replay.returncode and replay.steps < planned:
-        return None, f"{replay.name} failed: the script cannot train on the batches of one process."
-    if replay.steps < min(ordinary.steps, planned):
-        return None, f"{replay.name} took fewer steps: the script plans its steps itself."
-    return replay, ""
+def _with_union(case: Case, execute: Execute, folder: Path) -> Case:
+    """The case with the run of one process on the samples of the ranks; and why it cannot be judged."""
+    ordinary, count = case.ordinary, case.world_size
+    of_one, of_rank = map(_batches_of_first_step, (case.solo, ordinary))
+    own = replace(ordinary.plan, mode="union", world_size=1, folder=folder / f"union-{count}")
+    own = replace(own, source=ordinary.plan.folder, max_steps=0, cut_at=None)
+    union = execute(replace(own, one_by_one=of_one > of_rank))
+    if union.hung or union.out_of_time or not union.steps:
+        return replace(case, why_no_union="one process cannot train on the samples of the ranks.")
+    why = ""
+    if of_one not in (of_rank, of_rank * count):
+        why = f"one process takes {of_one} batches for its first step, and a rank {of_rank}."
+    return replace(case, union=union, why_no_steps=why)
+
+
+def _with_noise(case: Case, plan: RunPlan, execute: Execute, folder: Path) -> Case:
+    """The case with the runs of one process that tell noise from a difference, and a sum from a mean."""
+    count = case.world_size
+    null = execute(replace(plan, mode="null", folder=folder / f"null-{count}"))
+    case = replace(case, null=null)
+    steps = [] if plan.one_by_one or case.why_no_steps else one_process.steps_of(case)
+    if not any(step.ratio and step.is_near(step.ratio, 1 / count) for step in steps):
+        return case
+    return replace(case, alone=execute(replace(plan, folder=folder / f"alone-{count}", ranks=1)))
+
+
+def _batches_of_first_step(run: Run) -> int:
+    log = run.ranks[0]
+    return sum(e.steps_done == 0 for e in log.training_batches)
 
 
 def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
@@ -160,33 +175,3 @@ def _judge(rule: Rule, case: Case) -> Judgement:
             f"this rule failed on the evidence, which is a bug of paceline: {error!r}.",
             is_open=True,
         )
-
-
-def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
-    """The mode of the replay; None and the reason if no replay is possible."""
-    if ordinary.hung:
-        return None, "the ordinary run hung, so the batches of one process were not replayed."
-    batches = [log.training_batches[:1] for log in (solo.ranks[0], *ordinary.ranks)]
-    solo_size, *rank_sizes = (own[0].samples if own else None for own in batches)
-    if solo_size is None or None in rank_sizes:
-        return None, "no DataLoader gave batches that could be given to all ranks."
-    unsaved = next((each.unsaved for each in solo.ranks[0].training_batches if each.unsaved), "")
-    if unsaved:
-        return None, f"a batch could not be saved, to give it to all ranks: {unsaved}."
-    if all(size == solo_size for size in rank_sizes):
-        # A loss that compares the samples of all ranks must get each sample once.
-        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(rank_sizes)
-        return "divided" if is_divided else "mirrored", ""
-    if sum(size or 0 for size in rank_sizes) == solo_size:
-        (batch,) = batches[0]
-        if batch.ids and len(batch.ids) != batch.size:
-            return None, "the first dimension of a batch is not its samples."
-        return "divided", ""
-    sizes = ", ".join(map(str, rank_sizes))
-    return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
-
-
-def _compares_evaluations(solo: Run, ordinary: Run) -> bool:
-    """Whether one process and several exchange results in an evaluation, which could be compared."""
-    of_ranks = (run.ranks[0].evaluations.values() for run in (solo, ordinary))
-    return all(any(own.metric_calls or own.gathers for own in each) for each in of_ranks)

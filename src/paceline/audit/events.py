@@ -213,7 +213,6 @@ class BatchGiven(EventOfPass):
     ids: list[Any] | None = None
     size: int | None = None  # the length of the first tensor
     content: int = 0  # the digest of the batch
-    unsaved: str = ""  # the error if the solo run could not save it for its replays
 
     @property
     def samples(self) -> int | None:
@@ -284,11 +283,8 @@ class ForwardEnded(EventInStep):
     samples: int | None = None  # the length of the first tensor; None without one
     # The digest of each of its rows, at most 4096; None without a tensor, or if it was computed with a graph.
     rows: list[int] | None = None
-    inputs: int | None = None  # the digest of all tensors in it, in the first forward of training
     # The digests of the states of the generators before it.
     random: Digests = field(default_factory=dict)
-    # The states of generators in the model and the script's variables, in training before the third step.
-    script_random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from
     # How many numbers the script drew from torch's generator since the batch; None if unknown.
     draws: int | None = None
@@ -306,27 +302,13 @@ class ForwardEnded(EventInStep):
 class BackwardBegun(EventInStep):
     """A backward began."""
 
-    forwards: int = 0  # how many forwards of training came before it
-    # The loaders that gave a batch since the latest step.
-    loaders: list[str] = field(default_factory=list)
-    # The loss is the sum of so many terms, each with this weight; see `LossWeight`. 0 terms if unknown.
-    term_weight: float = 0.0
-    terms: float = 0.0
-    kind: str = ""
-    reached: int = 0  # the digest of the names of the models' parameters that it reaches
     loss: float | None = None  # the loss; None if it is not one number
     sync: list[bool] = field(default_factory=list)  # for each DDP, whether it reduces gradients
 
-    @property
-    def total_weight(self) -> float:
-        """The weight of all terms."""
-        return self.term_weight * self.terms
-
 
 class BackwardEnded(Event):
-    """The backward returned. `shards` are the norms of the rank's shards of gradients, by their name."""
+    """The backward returned. `raised` names the error."""
 
-    shards: dict[str, float] = field(default_factory=dict)
     raised: str = ""
 
 
@@ -372,9 +354,7 @@ class OptimizerStepBegun(Event):
     lrs: list[float] = field(default_factory=list)  # the learning rate of each parameter group
     base: float = 0.0  # the rate that a schedule starts from; 0 without a schedule
     grads: Digests = field(default_factory=dict)  # the digests of the gradients
-    norms: dict[str, float] = field(default_factory=dict)  # their norms
     state: int = 0  # the digest of the optimizer's state
-    is_sgd: bool = False  # whether it is torch's SGD, whose update is proportional to the gradient
     # The digests of trained parameters that no forward shows: no called model has them. With DDP, from the
     # second step of a parameter on, and only if models were updated since its latest step.
     outside_models: Digests = field(default_factory=dict)

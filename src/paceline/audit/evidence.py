@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import dropwhile, pairwise, takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from paceline.audit.digests import reals_of
 from paceline.audit.evaluations import Evaluation, EvaluationReader
 from paceline.audit.events import (
     BackwardBegun,
@@ -204,17 +201,6 @@ class RankLog:
         return any(call.op.startswith("all_to_all") for call in calls)
 
     @property
-    def gather_for_loss(self) -> CollectiveBegun | None:
-        """The first gather of features for the loss of the first step.
-
-        It comes after a forward on the batch of that step, and before the first backward.
-        """
-        for event in dropwhile(lambda e: not isinstance(e, ForwardBegun), self.in_first_batch):
-            if isinstance(event, CollectiveBegun) and "gather" in event.op and len(event.shape) > 1:
-                return event
-        return None
-
-    @property
     def ended_in_step(self) -> bool:
         """Whether verification ended this rank after its last step, and not at the end of a loop."""
         last: list[Event] = self.of(OptimizerStepEnded, PassBegun, EndedByVerify)[-2:]
@@ -277,12 +263,6 @@ class RankLog:
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
         return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))
-
-    @property
-    def in_first_batch(self) -> list[Event]:
-        """The events between the batch of the first backward and that backward."""
-        before = reversed(self.before_backward)
-        return list(takewhile(lambda event: not isinstance(event, BatchGiven), before))[::-1]
 
     @cached_property
     def updates(self) -> list[Update]:
@@ -398,29 +378,8 @@ class Run:
         """The run in words."""
         if self.plan.mode == "solo":
             return "the run of 1 process"
-        return f"the {self.plan.mode} run of {self.plan.world_size} processes"
-
-    def gradients(self, optimizer: int = 0) -> dict[str, torch.Tensor]:
-        """The gradients of step 1 that an optimizer of rank 0 got, flat, float64, by name.
-
-        Of sharded ones, the shards of all ranks one after the other.
-
-        Args:
-            optimizer: 0 for the one that stepped first.
-        """
-        return self._saved(f"gradients-{optimizer}-{r}.pt" for r in range(self.plan.world_size))
-
-    def local_gradients(self, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's gradients of step 1 before the script reduced them, flat, float64, by name."""
-        return self._saved([f"local-{rank}.pt"])
-
-    def _saved(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        for path in map(self.plan.folder.joinpath, names):
-            saved = torch.load(path, weights_only=True) if path.exists() else {}
-            for each, gradient in saved.items():
-                parts[each].append(reals_of(gradient).flatten())
-        return {each: torch.cat(parts[each]) for each in sorted(parts)}
+        count = self.plan.world_size
+        return f"the {self.plan.mode} run of {count} process{'es' * (count > 1)}"
 
     @property
     def steps(self) -> int:

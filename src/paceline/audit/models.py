@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.audit.digests import digest, reals_of
+from paceline.audit.digests import digest
 from paceline.audit.events import ModelSeen, NotReduced, full_name
 from paceline.audit.record import Recorder, user_line
-from paceline.data.digest import plain
 from paceline.parallel.modules import unwrap
 
 
@@ -96,24 +95,6 @@ class Models:
                 for name, each in without_ddp(inner, inner.named_parameters()):
                     self._names[id(each)] = full_name(number, name)
         return id(parameter) in self._names
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The current gradients, by name."""
-        return {
-            self.name_of(p): plain(p.grad).cpu()
-            for _, inner in self._roots.values()
-            for p in inner.parameters()
-            if p.grad is not None
-        }
-
-    def norms_of_shards(self) -> dict[str, float]:
-        """The norms of this rank's shards of the gradients, by name; empty if no gradient is sharded."""
-        return {
-            self.name_of(p): float(reals_of(p.grad).norm())
-            for _, inner in self._roots.values()
-            for p in inner.parameters()
-            if isinstance(p.grad, DTensor)
-        }
 
     def add_ddp(self, model: DistributedDataParallel) -> None:
         """Add a model that was wrapped in DDP: it reduces the gradients from now on."""

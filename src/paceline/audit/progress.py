@@ -20,7 +20,7 @@ from paceline.audit.evaluations import first_evaluation
 from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
-from paceline.audit.run_plan import REPLAYS, RunPlan
+from paceline.audit.run_plan import UNIONS, RunPlan
 
 # A loop that ignores the end of its loader may take this many further steps; the next one ends it.
 _GRACE_STEPS = 2
@@ -49,7 +49,7 @@ class Progress:
             next forward.
         evaluation: The number of the current evaluation (forwards without gradient, up to the next forward or
             backward of training); None in training. See `evaluations.first_evaluation`.
-        weights_of_evaluation: In the solo run, the weights of each model at the beginning of the latest
+        weights_of_evaluation: In the ordinary run, the weights of each model at the beginning of the latest
             evaluation, by number; None if they are saved already.
         after_evaluation: What to call when the training goes on after the current evaluation.
     """
@@ -74,7 +74,7 @@ class Progress:
         self._evaluated_after = plan.folder / "evaluated-after"
         self._empty_passes = 0
         self._cut_at: int | None = None  # the step after which this run cut a pass
-        self.weights_of_evaluation: dict[int, dict[str, Any]] | None = None
+        self.weights_of_evaluation: dict[int, Any] | None = None
         self.after_evaluation: list[Callable[[], None]] = []
 
     @property
@@ -86,9 +86,9 @@ class Progress:
         """Whether to end this pass, of so many batches, now.
 
         A run whose steps end before the pass cuts it, to see the next one begin: the solo run when its last
-        steps begin, and the ordinary run after the same step. It cuts no later pass. Replays cut none.
+        steps begin, and the ordinary run after the same step. It cuts no later pass. Unions cut none.
         """
-        if self.plan.mode in REPLAYS or self.loaders_of_step:
+        if self.plan.mode in UNIONS or self.loaders_of_step:
             return False
         if self.plan.mode == "solo":
             cut_step, end = self.wanted - self.plan.last_steps, self.wanted

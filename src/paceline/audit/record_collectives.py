@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
-from paceline.audit import replay
+from paceline.audit import saved_weights
 from paceline.audit.digests import leaves
 from paceline.audit.evaluations import MAX_METRIC_VALUES, MAX_SUMS
 from paceline.audit.events import CollectiveBegun, CollectiveEnded, JoinEntered, TensorsSent
@@ -76,7 +76,7 @@ class CollectiveHooks:
                 return call(*args, **kwargs)
             op = call.__name__
             if self._progress.evaluation is not None and ("reduce" in op or "gather" in op):
-                replay.save_weights(self._progress)
+                saved_weights.save_weights(self._progress)
             given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
             first = next(iter(given.values()), None)
             tensors = [x for x in leaves(first) if isinstance(x, torch.Tensor)]

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from paceline import torch_private
-from paceline.audit import replay
+from paceline.audit import union
 from paceline.audit.digests import (
     digest,
     exact_parts,
@@ -83,13 +83,15 @@ class DataHooks:
         self._of_dataset: dict[int, str] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._replayed = replay.replayed_loaders(progress.plan)
+        self._union = union.UnionLoaders(progress.plan)
         # Where each loader was built.
         self._built: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
         self._watched: set[type] = set()  # the types whose `set_epoch` is recorded
         self._epochs: dict[int, int] = {}  # the latest epoch of each dataset or sampler, by id
-        # The number of batches of each replayed loader, by where it was built.
-        self._lengths = {seen.built: seen.batches for seen in self._replayed.values()}
+        # The number of batches of a rank in each of these loaders, by where it was built.
+        self._lengths = {
+            seen.built: self._union.length(name) for name, seen in self._union.loaders.items()
+        }
 
     def build(
         self, init: Callable[..., None], loader: DataLoader[Any], *args: Any, **kw: Any
@@ -125,8 +127,11 @@ class DataHooks:
         if self._is_over(name):
             self._progress.on_empty_pass()
             batches: Iterator[Any] = iter(())
-        elif name in self._replayed:
-            batches = replay.batches(self._progress, name, pass_number)
+        elif name in self._union.loaders:
+            if not self._union.has_pass(name, pass_number):
+                self._progress.on_empty_pass()
+            collate = None if loader.batch_sampler is None else loader.collate_fn
+            batches = self._union.batches(name, pass_number, collate)
         else:
             batches = begin(loader)
         return _RecordedPass(self, loader, seen, pass_number, batches)
@@ -141,21 +146,16 @@ class DataHooks:
     def count_batches(self, count: Callable[[Any], int], loader: DataLoader[Any]) -> int:
         if is_user_code(calling_frame()):
             # Not as a use that gives the loader its name: only one rank may print the length.
-            replayed = self._lengths.get(self._built.get(loader, ""))
+            of_ranks = self._lengths.get(self._built.get(loader, ""))
         else:
-            seen = self._replayed.get(self._describe(loader).loader)
-            replayed = None if seen is None else seen.batches
-        return count(loader) if replayed is None else replayed
+            name = self._describe(loader).loader
+            of_ranks = self._union.length(name) if name in self._union.loaders else None
+        return count(loader) if of_ranks is None else of_ranks
 
     def record_batch(self, pass_: _RecordedPass, index: Any, batch: Any) -> None:
         """Record a batch before the script gets it."""
         name = pass_.seen.loader
         self._progress.on_batch(name)
-        unsaved = ""
-        if self._progress.plan.mode == "solo" and not self._progress.is_over:
-            unsaved = replay.keep_batch(
-                self._progress, name, pass_.number, pass_.num_batches, batch
-            )
         self._recorder.write(
             BatchGiven(
                 loader=name,
@@ -163,7 +163,6 @@ class DataHooks:
                 ids=_samples_of(pass_.loader.dataset, index),
                 size=number_of_samples(batch),
                 content=digest(batch),
-                unsaved=unsaved,
                 steps_done=self._progress.steps,
             )
         )
@@ -221,11 +220,17 @@ class DataHooks:
             return fetch(fetcher, index)
         samples: Any = None
         collate = fetcher.collate_fn
+        plan = self._progress.plan
 
         def collate_and_keep(data: Any) -> Any:
             nonlocal samples
             samples = data
-            return collate(data)
+            if plan.mode != "ordinary":
+                return collate(data)
+            saved = union.serialize(data if fetcher.auto_collation else [data])
+            batch = collate(data)
+            union.save_samples(plan, saved, batch)
+            return batch
 
         fetcher.collate_fn = collate_and_keep
         before, twisters = random_states(fetcher.dataset), twister_states()

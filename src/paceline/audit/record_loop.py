@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
-from paceline.audit import replay
+from paceline.audit import saved_weights
 from paceline.audit.digests import (
     digest,
     digest_rows,
@@ -34,8 +34,7 @@ from paceline.audit.digests import (
     manual_seed,
     numbers_drawn,
     random_states,
-    reals_of,
-    states_inside,
+    seed_all,
     torch_state,
 )
 from paceline.audit.events import (
@@ -56,25 +55,23 @@ from paceline.audit.events import (
     StateLoaded,
     Unscaled,
 )
-from paceline.audit.loss_weight import loss_weight, reached
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import (
     Nesting,
     calling_frame,
     calling_line,
-    frames,
     intercept,
-    is_user_code,
     user_line,
 )
+from paceline.audit.union import KeptSteps
 from paceline.audit.weight_tracer import WeightTracer
-from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
 
 # Set before each forward of training, so that all runs have the same dropout. Not in the ordinary run, nor in
 # scripts that use paceline.
 _FORWARD_SEED = 7_000_003
+_NULL_SEED = 9_000_011  # the same for the second run of one process, which has other random numbers
 _MAX_ROWS = 4096
 
 
@@ -110,6 +107,7 @@ class LoopHooks:
         self._progress, self._models = progress, models
         self._recorder = progress.recorder
         self._tracer = WeightTracer(progress, models)
+        self._kept = KeptSteps(progress, models)
         self._untraced = ExitStack()
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._root: torch.nn.Module | None = None
@@ -124,7 +122,6 @@ class LoopHooks:
         self._model_updates = 0  # steps of optimizers that have parameters of called models
         # For each parameter that no called model has: the value of `_model_updates` at its last step.
         self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        self._num_saved = 0  # the optimizers whose gradients of step 1 are saved
         self._scaler: GradScaler | None = None
         self._schedules: set[type] = set()  # the classes whose `step` is recorded
         self._in_schedule = Nesting()
@@ -135,6 +132,8 @@ class LoopHooks:
             self._root, self._inner = module, inner_of(module)
             self._untraced.enter_context(self._tracer.paused())
             self._begin(module, inputs)
+        if self._root is not None:
+            self._kept.note_precision(module)
         if self._inner is not None and module in (self._inner, self._wrapped):
             # Inside DDP's forward, after its broadcast of the buffers.
             self._forward = replace(self._forward, buffers=buffer_digests(self._inner))
@@ -150,8 +149,6 @@ class LoopHooks:
         if forward.samples is None:  # torch gives keyword arguments to this hook only
             samples, rows = _samples(kwargs)
             forward = replace(forward, samples=samples, rows=rows)
-        if forward.trains and self._forwards == 1:
-            forward = replace(forward, inputs=digest(_tensors([args, kwargs])))
         drew = [k for k, v in random_states().items() if v != forward.random.get(k)]
         self._recorder.write(replace(forward, drew=drew))
 
@@ -172,11 +169,15 @@ class LoopHooks:
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(module)
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
-            replay.begin_evaluation(self._progress, self._models)
+            saved_weights.begin_evaluation(self._progress, self._models)
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         draws = None if drawn_from is None else numbers_drawn(drawn_from, torch_state())
+        self._kept.begin_forward(number, inner_of(module), trains=trains)
         if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
-            manual_seed(_FORWARD_SEED + self._forwards)
+            if self._progress.plan.mode == "null":
+                seed_all(_NULL_SEED + self._forwards)
+            else:
+                manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         evaluation = None if torch.is_grad_enabled() else self._progress.evaluation
         samples, rows = _samples(inputs)
@@ -190,7 +191,6 @@ class LoopHooks:
             samples=samples,
             rows=rows,
             random=random_states(),
-            script_random=_states_of_script(module) if trains and self._progress.steps < 2 else {},
             draws=draws,
         )
         now = self._progress.optimizer_calls, trains, evaluation
@@ -218,7 +218,7 @@ class LoopHooks:
         if not self._models.ddp and self._progress.steps:
             self._progress.restart()
             self._models.restart()
-            self._forwards = self._num_saved = 0
+            self._forwards = 0
         self._recorder.write(DDPBuilt(at=user_line(), group_size=model.process_group.size()))
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
@@ -254,35 +254,22 @@ class LoopHooks:
             backward(tensors, *args, **kwargs)
             return
         losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
-        weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
         self._progress.on_backward()
+        self._kept.begin_backward(losses)
         with (
             self._in_backward,
             self._recorder.span(
                 BackwardBegun(
                     at=user_line(),
                     steps_done=self._progress.steps,
-                    forwards=self._forwards,
-                    loaders=sorted(self._progress.loaders_of_step),
                     loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
-                    reached=self._digest_of_reached(losses),
                     sync=[model.require_backward_grad_sync for model in self._models.ddp],
-                    **asdict(weight) if weight else {},
                 ),
                 BackwardEnded,
-            ) as found,
+            ),
             self._tracer.paused(),
         ):
             backward(tensors, *args, **kwargs)
-            found["shards"] = self._models.norms_of_shards()
-        if self._progress.steps == 0 and not self._models.ddp:
-            # Before the script itself reduces them over the ranks.
-            path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
-            torch.save(self._models.gradients(), path)
-
-    def _digest_of_reached(self, losses: list[torch.Tensor]) -> int:
-        parameters = [p for loss in losses for p in reached(loss) if self._models.has(p)]
-        return digest(sorted({self._models.name_of(p) for p in parameters}))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -312,6 +299,7 @@ class LoopHooks:
         self._models.report_unreduced([p for p, _ in trained], self._progress.steps)
         gradients = {self._models.name_of(p): grad for p, grad in trained}
         step = self._progress.step_number(optimizer)
+        self._kept.begin_update(step, optimizer)
         self._recorder.write(
             OptimizerStepBegun(
                 step=step,
@@ -320,23 +308,10 @@ class LoopHooks:
                 lrs=[float(group.get("lr") or 0.0) for group in optimizer.param_groups],
                 base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
                 grads={name: digest(g) for name, g in gradients.items()},
-                norms={name: float(reals_of(g).norm()) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
-                is_sgd=isinstance(optimizer, torch.optim.SGD),
                 outside_models=self._digest_outside([p for p, _ in trained]),
             )
         )
-        if step == 1:
-            rank = self._progress.rank
-            # Of replicas, those of rank 0; of shards, those of every rank.
-            saved = {
-                name: plain(g).cpu()
-                for name, g in gradients.items()
-                if rank == 0 or isinstance(g, DTensor)
-            }
-            path = self._progress.plan.folder / f"gradients-{self._num_saved}-{rank}.pt"
-            torch.save(saved, path)
-            self._num_saved += 1
 
     def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:
         """The digests for `OptimizerStepBegun.outside_models`.
@@ -366,11 +341,12 @@ class LoopHooks:
 
     def clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        result = clip(parameters, *args, **kwargs)
         given = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
         max_norm = float(given["max_norm"]) if "max_norm" in given else None
         if max_norm is not None and math.isinf(max_norm):
-            return result  # this call only measures the norm
+            return clip(parameters, *args, **kwargs)  # this call only measures the norm
+        self._kept.keep_reduced(parameters)
+        result = clip(parameters, *args, **kwargs)
         self._recorder.write(
             Clipped(
                 at=user_line(),
@@ -442,7 +418,7 @@ class LoopHooks:
         if evaluation is None or tensor.requires_grad:
             return value
         if isinstance(value, int | float) and (at := calling_line()):
-            replay.save_weights(self._progress)
+            saved_weights.save_weights(self._progress)
             self._recorder.write(NumberRead(at=at, value=value, evaluation=evaluation))
         return value
 
@@ -455,15 +431,6 @@ def _samples(inputs: Any) -> tuple[int | None, list[int] | None]:
         return None, None
     is_computed = first.grad_fn is not None or isinstance(first, torch.nn.Parameter)
     return len(first), None if is_computed else digest_rows(first[:_MAX_ROWS])
-
-
-def _states_of_script(model: torch.nn.Module) -> Digests:
-    """The digests of the states of generators in a model and the variables of the script's functions."""
-    found = states_inside(model, "model")
-    for frame in filter(is_user_code, frames()):
-        for name, value in (frame.f_globals | frame.f_locals).items():
-            found |= states_inside(value, name)
-    return found
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:

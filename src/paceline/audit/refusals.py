@@ -142,11 +142,11 @@ def refuse_other_steps(case: Case) -> None:
     # A run may take one step more than planned, where a loader is built in the loop.
     planned = case.ordinary.plan.steps
     solo_steps = min(planned, case.solo.steps)
-    steps = min(planned, (case.replay or case.ordinary).steps)
+    steps = min(planned, case.ordinary.steps)
     # Each rank takes its part of an epoch, which is rounded in each pass.
     is_part = _PART * solo_steps <= steps * case.world_size and steps < solo_steps
-    # Without a replay the ranks read other batches, and their loaders end by themselves.
-    shorter = is_part or (not case.replay and case.ranks[0].training_loaders)
+    # The ranks read other batches, and their loaders end by themselves.
+    shorter = is_part or case.ranks[0].training_loaders
     if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",

@@ -11,16 +11,14 @@ from typing import Literal
 _VARIABLE = "PACELINE_VERIFY"
 
 # The data that the ranks get:
-#   solo        one process with the data of the script; its batches are saved for the replays
-#   ordinary    several processes with the data of the script
-#   mirrored    a replay: each rank gets the batches of the solo run, so all results must equal those of it
-#   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
-#               divides its batch size by the number of processes, or gathers values for its loss
-#   same-weights  the data of the script, with the weights of the solo run in each evaluation and one seed for
-#               all ranks. It is used if no batches can be replayed, or the replay took other steps, and
-#               an evaluation exchanges results. The replays set these weights too
-Mode = Literal["solo", "ordinary", "mirrored", "divided", "same-weights"]
-REPLAYS = ("mirrored", "divided")
+#   solo        one process with the data of the script
+#   ordinary    several processes with the data of the script; their batches and weights are saved
+#   union       one process with the batches of the ranks of the ordinary run; in kept steps and in
+#               evaluations, with their weights
+#   null        the same once more, with the samples in another order and other random numbers: what differs
+#               between the two is rounding and chance
+Mode = Literal["solo", "ordinary", "union", "null"]
+UNIONS = ("union", "null")
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,29 @@ class RunPlan:
         folder: Where its ranks write.
         steps: The optimizer steps to watch. If the solo run watches more, the plans of the later runs have as
             many as it took.
-        solo: The folder of the run whose batches or weights a later run gets.
+        source: The folder of the ordinary run, for a union.
         bitwise: Whether paceline's reproducible mode is turned on.
         max_steps: The solo run doubles its steps up to so many as long as they are fast. The ordinary run is
             ended after so many, if they are more than `steps`.
         begun_s: When the solo run began, in seconds since 1970.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
+        kept: The steps, from 0, from whose weights a union begins anew.
+        ranks: How many of the ranks of the ordinary run a union has the batches of.
+        one_by_one: Whether a union gives their batches one after the other, and does not join them.
     """
 
     folder: Path
     mode: Mode
     world_size: int
     steps: int
-    solo: Path | None = None
+    source: Path | None = None
     bitwise: bool = False
     max_steps: int = 0
     cut_at: int | None = None
     begun_s: float = 0.0
+    kept: tuple[int, ...] = ()
+    ranks: int = 1
+    one_by_one: bool = False
 
     @property
     def last_steps(self) -> int:
@@ -67,6 +71,6 @@ class RunPlan:
     def from_environment(cls) -> RunPlan:
         """The plan of this rank's run; the variable is removed."""
         facts = json.loads(os.environ.pop(_VARIABLE))
-        for name in ("folder", "solo"):
+        for name in ("folder", "source"):
             facts[name] = Path(facts[name]) if facts[name] else None
         return cls(**facts)

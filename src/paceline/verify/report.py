@@ -174,7 +174,7 @@ def _audit_lines(audit: AuditResult) -> list[str]:
     lines = []
     for name, finding in (audit.faults | audit.notes).items():
         lines += _lines_of(name, finding, audit.case.world_size)
-    runs = [audit.case.solo, audit.case.ordinary, audit.case.with_solo_weights]
+    runs = [audit.case.solo, audit.case.ordinary, audit.case.union, audit.case.null]
     names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
     lines.append(f"compared: {', '.join(names)}")
     passed = [f"{name}: {each.evidence}" for name, each in audit.of(NoFault).items()]

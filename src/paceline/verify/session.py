@@ -26,9 +26,9 @@ from paceline.verify.forked_ranks import ForkedRanks, preload
 from paceline.verify.report import VerifyResult, remarks_on, report_audits, report_comparison
 
 _POLL_S = 0.25
-# The longest time of a replay: a script may wait in a busy loop for batches that it does not get there.
-_REPLAY_S = 30.0
-_REPLAY_FACTOR = 10  # by the longest of the runs before
+# The longest time of a later run: a script may wait in a busy loop for batches that it does not get there.
+_LATER_S = 30.0
+_LATER_FACTOR = 10  # by the longest of the runs before
 # Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
@@ -144,9 +144,9 @@ def _make_empty(folder: Path) -> None:
 
 def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float:
     """The longest time for a run, if the longest of the runs before took `longest_s`."""
-    if plan.solo is None:
+    if plan.source is None:
         return options.timeout_s
-    return min(options.timeout_s, max(_REPLAY_S, _REPLAY_FACTOR * longest_s))
+    return min(options.timeout_s, max(_LATER_S, _LATER_FACTOR * longest_s))
 
 
 def _run(plan: RunPlan, options: VerifyOptions) -> Run:

@@ -25,10 +25,9 @@ from paceline.audit.rules import (
     collectives,
     devices,
     evaluation,
-    gradient,
+    one_process,
     randomness,
     reduction,
-    sample_weights,
     schedule,
     shards,
     statistics,
@@ -42,11 +41,8 @@ from paceline.audit.rules.rule import Rule
 _NO_SHARDS = "no shards"
 _OVERLAP = "shards overlap"
 _DATASETS = "datasets differ between ranks"
-_SCALED = "gradient off by a factor"
-_NOT_OF_ONE = "gradient not that of one process"
-_LOSS_OF_RANK = "loss depends on the rank"
-_NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
-_CLIPPED_TOO_EARLY = "clipping before reduction"
+_ONE_PROCESS = "step of one process"
+_ADDED = "parameter added after wrapping"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 _SCHEDULE_OF_RANK = "schedule follows one rank"
 _EVALUATED_TWICE = "evaluated twice"
@@ -83,27 +79,15 @@ RULES = (
     Rule("same random numbers for samples", randomness.same_augmentation, judges_split_models=True),
     Rule("same noise on ranks", randomness.same_noise),
     Rule(
-        _SCALED,
-        gradient.scaled_gradient,
-        consequence_of=(_CLIPPED_TOO_EARLY,),
+        _ONE_PROCESS,
+        one_process.step_of_one_process,
+        works_with_join=False,
+        compares_numbers=True,
+        consequence_of=(_DATASETS, _ADDED, _STEPPED_ON_ONE_RANK),
     ),
-    Rule(
-        _NOT_OF_ONE,
-        gradient.different_gradient,
-        consequence_of=(_SCALED, _LOSS_OF_RANK),
-    ),
-    Rule(_LOSS_OF_RANK, gradient.loss_of_rank),
-    Rule("mean of means", sample_weights.mean_of_means, judges_split_models=True),
-    Rule(_NO_SYNC_ON_LAST, weights.no_sync_on_last, compares_weights=True),
-    Rule(
-        "no_sync around backward only",
-        reduction.no_sync_around_backward,
-        consequence_of=(_NO_SYNC_ON_LAST,),
-    ),
-    Rule("parameter added after wrapping", reduction.added_parameter, judges_split_models=True),
+    Rule("no_sync around backward only", reduction.no_sync_around_backward),
+    Rule(_ADDED, reduction.added_parameter, judges_split_models=True),
     Rule("clipping before unscaling", update.clip_before_unscale, judges_split_models=True),
-    Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),
-    Rule("clipping of own shard", update.clip_of_shard, judges_split_models=True),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
     _of_weights("checkpoint loaded on one rank", weights.loaded_on_one_rank),
     _of_weights("weights differ without an optimizer step", weights.changed_outside),
@@ -113,22 +97,20 @@ RULES = (
     Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_split_models=True),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank),
     Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
-    Rule(_REDUCED_AGAIN, evaluation.reduced_again),
+    Rule(_REDUCED_AGAIN, evaluation.reduced_again, compares_numbers=True),
     # Ranks whose schedules differ have different weights.
     Rule(
         _AVERAGED,
         evaluation.averaged_metric,
+        compares_numbers=True,
         consequence_of=(_DATASETS, _EVALUATED_TWICE, _REDUCED_AGAIN, _SCHEDULE_OF_RANK),
     ),
     Rule("metric of one rank", evaluation.metric_of_one_rank),
     Rule(
-        "gathered in a different order", evaluation.misordered_gather, consequence_of=(_AVERAGED,)
-    ),
-    Rule(
-        "learns less than one process",
-        whole_run.learns_less,
-        judges_split_models=True,
-        is_last=True,
+        "gathered in a different order",
+        evaluation.misordered_gather,
+        compares_numbers=True,
+        consequence_of=(_AVERAGED,),
     ),
     _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
 )

@@ -162,6 +162,7 @@ class _Comparison:
 
     solo: Evaluation
     ranks: list[Evaluation]
+    null: Evaluation | None  # that of one process once more: times and random numbers differ
     only_ranks_reduce: bool  # whether one process enters no reduction in any evaluation
     may_be_cut: bool  # whether the watched steps are over, so that verification may end it early
 
@@ -189,6 +190,8 @@ class _Comparison:
             same = slice(index, index + 1)
             of_ranks = [r for evaluation in self.ranks for r in evaluation.metric_calls[same]]
             for k, value in enumerate(first.results):
+                if self.null and not self._is_repeated(self.null, index, k):
+                    continue
                 expected = [
                     r.results[k] for r in self.solo.metric_calls[same] if len(r.results) > k
                 ]
@@ -220,8 +223,23 @@ class _Comparison:
                 is_of_several=max(len(self.solo.numbers[at]), len(numbers)) > 1,
             )
             for at, numbers in first.numbers.items()
-            if at in self.solo.numbers and all(e.numbers.get(at) == numbers for e in self.ranks)
+            if at in self.solo.numbers
+            and all(e.numbers.get(at) == numbers for e in self.ranks)
+            and (
+                self.null is None
+                or _all_close(self.solo.numbers[at], self.null.numbers.get(at, []))
+            )
         ]
+
+    def _is_repeated(self, null: Evaluation, index: int, k: int) -> bool:
+        """Whether one process reduced the same value twice, and in only-ranks reductions, took it twice."""
+        if self.only_ranks_reduce:
+            return all(
+                _all_close(own, null.numbers.get(at, [])) for at, own in self.solo.numbers.items()
+            )
+        calls = [each.metric_calls[index : index + 1] for each in (self.solo, null)]
+        values = [own[0].results[k : k + 1] if own else [] for own in calls]
+        return _all_close(*values)
 
     def differs(self, result: _Result) -> bool:
         """Whether a reduced value differs, and no division by another value corrects it."""
@@ -268,21 +286,27 @@ class _Comparison:
         return is_more and counted is not None and -_ROUNDING <= counted <= surplus
 
 
+def _all_close(values: Sequence[float], others: Sequence[float]) -> bool:
+    return len(values) == len(others) and all(map(_close, values, others))
+
+
 def _compare(case: Case) -> list[_Comparison]:
     """The evaluations of rank 0 that one process made too with the same weights.
 
     If one process enters no reduction, also those that it did not make.
     """
-    if case.with_solo_weights is None:
+    if case.union is None:
         return []
-    solo = case.solo.ranks[0].evaluations
-    evaluations = [log.evaluations for log in case.with_solo_weights.ranks]
+    solo = case.union.ranks[0].evaluations
+    evaluations = [log.evaluations for log in case.ranks]
+    null = case.null.ranks[0].evaluations if case.null else None
     alone = not any(own.metric_calls for own in solo.values())
-    first_after_all_steps = first_evaluation(case.with_solo_weights.plan.steps)
+    first_after_all_steps = first_evaluation(case.ordinary.plan.steps)
     return [
         _Comparison(
             solo.get(n, Evaluation()),
             [own.get(n, Evaluation()) for own in evaluations],
+            None if null is None else null.get(n, Evaluation()),
             alone,
             may_be_cut=n >= first_after_all_steps,
         )
@@ -293,9 +317,9 @@ def _compare(case: Case) -> list[_Comparison]:
 
 def misordered_gather(case: Case) -> Judgement:
     """Gathered predictions are compared with labels in a different order."""
-    if case.with_solo_weights is None:
-        return NotJudged(case.why_no_replay)
-    forwards = case.with_solo_weights.ranks[0].of(ForwardEnded)
+    if case.union is None:
+        return NotJudged(case.why_no_union)
+    forwards = case.ranks[0].of(ForwardEnded)
     if any(event.drew for event in forwards if event.evaluation is not None):
         return NotJudged("the evaluation draws random numbers.")
     compared = _compare(case)
@@ -343,8 +367,8 @@ def _change(result: _Result) -> float:
 
 def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
-    if case.with_solo_weights is None:
-        return NotJudged(case.why_no_replay)
+    if case.union is None:
+        return NotJudged(case.why_no_union)
     judged = with_counts = 0
     unclear: _Result | None = None
     compared = _compare(case)
@@ -377,13 +401,7 @@ def averaged_metric(case: Case) -> Judgement:
                 "could be compared with the result.",
                 is_open=True,
             )
-        if case.replay is None or case.has_same_inputs:
-            return _judge_metric(case, unclear, is_mean=False)
-        return NotJudged(
-            f"the value that is reduced at {unclear.at} may belong to the training, whose inputs change at "
-            "random.",
-            is_open=True,
-        )
+        return _judge_metric(case, unclear, is_mean=False)
     if not judged + with_counts:
         return NotJudged("no small value was reduced over ranks while evaluating.")
     return NoFault(
@@ -461,8 +479,8 @@ def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> Finding | None:
 
 def reduced_again(case: Case) -> Judgement:
     """Some ranks keep a reduced sum, go on counting from it, and reduce it again."""
-    if case.with_solo_weights is None:
-        return NotJudged(case.why_no_replay)
+    if case.union is None:
+        return NotJudged(case.why_no_union)
     for old_solo, old, solo, new in _successive_reductions(_compare(case)):
         if old.call.at != new.call.at or new.call.reduce != "SUM" or not any(old.results):
             continue

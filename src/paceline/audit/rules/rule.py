@@ -24,29 +24,13 @@ class Case:
 
     solo: Run  # the run of one process
     ordinary: Run  # the unchanged script on several processes
-    # The script on several processes with the batches of the solo run; None if not possible.
-    replay: Run | None = None
-    why_no_replay: str = ""  # the reason, as a sentence
-    # Without a replay, a run with the weights of the solo run in each evaluation.
-    same_weights: Run | None = None
-
-    @property
-    def with_solo_weights(self) -> Run | None:
-        """The run on several processes that had the weights of the solo run in each evaluation."""
-        return self.replay or self.same_weights
-
-    @property
-    def has_same_inputs(self) -> bool:
-        """Whether the ranks of the replay took the first step with the inputs of one process."""
-        if self.replay is None:
-            return False
-        solo, ranks = self.solo.ranks[0], self.replay.ranks
-        if self.replay.plan.mode == "mirrored":
-            inputs = solo.first_forward.inputs, solo.rows_of_first_step
-            return all((e.first_forward.inputs, e.rows_of_first_step) == inputs for e in ranks)
-        own = {row for log in ranks for rows in log.rows_of_first_step for row in rows or ()}
-        expected = {row for rows in solo.rows_of_first_step for row in rows or ()}
-        return solo.first_forward.rows is not None and own == expected
+    union: Run | None = (
+        None  # one process with the samples and weights of the ranks; None if not possible
+    )
+    why_no_union: str = ""  # the reason, as a sentence
+    why_no_steps: str = ""  # why its steps are not those of the ranks, as a sentence
+    null: Run | None = None  # the union again, in another order; None if it was not needed
+    alone: Run | None = None  # the same for the samples of rank 0 alone
 
     @property
     def ranks(self) -> list[RankLog]:
@@ -86,16 +70,15 @@ class Case:
 
         They then compute different parts of the same samples, such as parts of each sequence.
         """
-        for run in (self.ordinary, self.replay):
-            firsts: dict[Any, tuple[Any, float]] = {}
-            for log in run.ranks if run else ():
-                forward, batches = log.first_forward, log.training_batches
-                if batches and not forward.draws and not forward.drew:
-                    begin = batches[0].content, *(forward.params or {}).values()
-                    own = forward.rows, log.first_backward.loss or 0.0
-                    rows, loss = firsts.setdefault(begin, own)
-                    if rows != own[0] or not math.isclose(loss, own[1], rel_tol=_SAME_LOSS):
-                        return True
+        firsts: dict[Any, tuple[Any, float]] = {}
+        for log in self.ranks:
+            forward, batches = log.first_forward, log.training_batches
+            if batches and not forward.draws and not forward.drew:
+                begin = batches[0].content, *(forward.params or {}).values()
+                own = forward.rows, log.first_backward.loss or 0.0
+                rows, loss = firsts.setdefault(begin, own)
+                if rows != own[0] or not math.isclose(loss, own[1], rel_tol=_SAME_LOSS):
+                    return True
         return False
 
     @property
@@ -208,6 +191,9 @@ class Rule:
     compares_weights: bool = False
     # Whether what the rule reports is also a fault if the ranks hold parts of one model.
     judges_split_models: bool = False
+    # Whether the rule compares numbers with those of one process. If it finds a difference, it is asked once
+    # more, with another run of one process (`Case.null`) that shows what chance and rounding change.
+    compares_numbers: bool = False
     # The names of rules. A fault of one of them also causes what this rule looks for, and makes a finding of
     # this rule `NotJudged`. It has no effect on rules that are last.
     consequence_of: tuple[str, ...] = ()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 
 from paceline.audit.events import (
     BackwardBegun,
-    BackwardEnded,
     Clipped,
     CollectiveBegun,
     DDPBuilt,
@@ -22,14 +19,9 @@ from paceline.audit.evidence import RankLog, Update, UpdateCall
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, outliers
 from paceline.errors import name_ranks
 
-# Norms of equal gradients may differ by rounding.
-_close = partial(math.isclose, rel_tol=1e-3)
 # A bound of at least this part of the loss scale is one for gradients with the scale.
 # See sound/97_clipped_samples and broken/14_clip_before_unscale.
 _SCALED_BOUND = 0.01
-# Factors of shards that differ by less are equal; and a fault differs in so many steps.
-# See broken/75_clipped_shards.
-_SAME_FACTOR, _MIN_STEPS = 0.02, 3
 _WORDS: dict[type[Event], tuple[str, str]] = {
     Clipped: ("clipped", "did not clip"),
     Unscaled: ("unscaled", "did not unscale"),
@@ -88,89 +80,6 @@ def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
                 is_scaled = call.scale != 1 and scaled & {*call.names} - unscaled
                 if is_scaled and bound < _SCALED_BOUND * call.scale:
                     yield update, call
-
-
-def clip_before_reduction(case: Case) -> Judgement:
-    """Each rank clips its own gradients, which are reduced after that."""
-    clips_of_ranks = [_clips(log) for log in case.ranks]
-    # As in DP-SGD, the script clips the gradient of each sample, and adds them up itself.
-    # See sound/97_clipped_samples.
-    combined = {
-        update
-        for before, update in pairwise(case.ranks[0].updates)
-        if before.calls and all(isinstance(call, Clipped) for call in before.calls)
-    }
-    for clips in zip(*clips_of_ranks, strict=False):
-        update, event = clips[0]
-        norms = [clip.norm for _, clip in clips if clip.norm is not None]
-        bounds = [clip.max_norm or 0.0 for _, clip in clips]
-        steps = [update.optimizer_step for update, _ in clips]
-        used = [step.grads for step in steps if step is not None]
-        is_known = min(len(norms), len(used)) == len(clips) and update not in combined
-        if not is_known or _close(min(norms), max(norms)):
-            continue
-        if all(norm <= bound for norm, bound in zip(norms, bounds, strict=True)):
-            continue  # nothing was clipped
-        if all(own == used[0] for own in used):
-            return Finding(
-                what="each rank clips its own gradients before they are reduced.",
-                at=event.at,
-                step=update.step,
-                why="the norm of one rank's gradients is not that of the mean over the ranks, so the result "
-                "depends on the number of processes.",
-                fix="clip after the all_reduce, when all ranks have the same gradients.",
-                evidence=f"norms of the ranks at the clip: {', '.join(f'{n:.4g}' for n in norms)}; the "
-                "optimizer then got equal gradients",
-                effect=f"the norms at the clip differ by a factor of {max(norms) / min(norms):.3g}"
-                if min(norms)
-                else "the norm at the clip is 0 on a rank",
-            )
-    if not any(clips_of_ranks):
-        return NoFault("torch's clipping was not called.")
-    return NoFault("no rank was seen to clip its own gradients before they were reduced.")
-
-
-def clip_of_shard(case: Case) -> Judgement:
-    """Each rank clips its shards of the gradient by their own norm."""
-    found = [_shard_factors(log) for log in case.ranks]
-    shared = sorted(set.intersection(*map(set, found)))
-    factors = {step: [of_rank[step] for of_rank in found] for step in shared}
-    differing = [
-        step
-        for step, own in factors.items()
-        if not math.isclose(min(own), max(own), rel_tol=_SAME_FACTOR)
-    ]
-    if len(differing) < _MIN_STEPS:
-        return NoFault(f"in {len(shared)} steps, all ranks scaled their shards by the same factor.")
-    step, own = differing[0], factors[differing[0]]
-    event = case.ranks[0].optimizer_steps(step)[0]
-    return Finding(
-        what="each rank scales its shards of the gradient by a different factor.",
-        at=event.at,
-        step=step,
-        why="the shards are parts of one gradient. A factor of its own on each rank changes its direction; "
-        "often each rank clips by the norm of its own shards.",
-        fix="clip with torch.nn.utils.clip_grad_norm_, or sum the squared norm over the ranks.",
-        evidence=f"factors between backward and step {step}: {', '.join(f'{f:.4g}' for f in own)}",
-        effect=f"parts of one gradient differ by a factor of {max(own) / min(own):.3g}",
-    )
-
-
-def _shard_factors(log: RankLog) -> dict[int, float]:
-    """By step, the factor by which the rank scaled all its shards after the backward; only if it is one."""
-    found: dict[int, float] = {}
-    norms: dict[str, float] = {}
-    for event in log.events:
-        if isinstance(event, BackwardEnded):
-            norms = event.shards
-        if not isinstance(event, OptimizerStepBegun):
-            continue
-        known = [name for name in event.norms if norms.get(name)]
-        factors = [event.norms[name] / norms[name] for name in known]
-        same = factors and math.isclose(min(factors), max(factors), rel_tol=_SAME_FACTOR)
-        if same and min(factors) and len(known) == len(event.norms):
-            found.setdefault(event.step, factors[0])
-    return found
 
 
 def update_on_one_rank(case: Case) -> Judgement:

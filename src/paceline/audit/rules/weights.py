@@ -28,30 +28,6 @@ def _fault(mismatch: Mismatch, *, remark: str = "", **facts: Any) -> Finding:
     return Finding(step=step, evidence=evidence + remark, effect=effect, **facts)
 
 
-def no_sync_on_last(case: Case) -> Judgement:
-    """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
-    mismatch = case.mismatch
-    no_fault = NoFault("no weights drift apart because DDP did not reduce the last micro-batch.")
-    if mismatch is None or mismatch.outside or mismatch.is_restored:
-        return no_fault
-    forwards = [
-        [e for e in log.training_forwards if e.sync is not None and e.steps_done < mismatch.step]
-        for log in case.ranks
-    ]
-    last = next((own[-1] for own in forwards if own and not own[-1].sync), None)
-    if last is None:
-        return no_fault
-    return _fault(
-        mismatch,
-        what="the last micro-batch before the optimizer step runs under `no_sync`.",
-        at=last.at,
-        why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, each rank steps with "
-        "its own gradients.",
-        fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of the last "
-        "micro-batch of each step.",
-    )
-
-
 def loaded_on_one_rank(case: Case) -> Judgement:
     """A checkpoint was loaded on some ranks only, and their weights or states differ since."""
     mismatch = case.mismatch

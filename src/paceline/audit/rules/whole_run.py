@@ -1,17 +1,13 @@
-"""The run as a whole: how often each sample is used, and whether the loss falls as on one process."""
+"""The run as a whole: how often each sample is used."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
 from paceline.audit.events import (
-    BackwardBegun,
     BatchGiven,
-    ModelSeen,
-    OptimizerStepBegun,
     PassCut,
     TrainingContinues,
 )
@@ -28,13 +24,6 @@ _STEPS_OF_PASS = 20
 # One process used at least _FEW_OFTEN samples at least _OFTEN times each, and the ranks never used this share
 # of them: too many for chance. See broken/98_weighted_parts.
 _OFTEN, _FEW_OFTEN, _NEVER = 4, 20, 0.3
-# The loss falls clearly on one process if less than this part of it is left at the end.
-# A quarter changes broken/71_contrastive.
-_FALLS = 0.8
-# A fault if on N processes this part of the fall is missing. A quarter changes broken/81_count_of_all_ranks.
-_MISSING = 0.5
-# Four times as many steps change broken/71_contrastive.
-_MIN_STEPS = 20
 
 
 def uneven_use(case: Case) -> Judgement:
@@ -154,77 +143,3 @@ def _usual_uses(uses: Counter[Any], samples: Collection[Any], slack: int) -> tup
 
 def _as_text(uses: int, slack: int) -> str:
     return f"{uses} or {uses + 1} times" if slack else f"{uses} time{'s' * (uses != 1)}"
-
-
-def learns_less(case: Case) -> Judgement:
-    """With the samples of one process, the loss of N processes falls much less."""
-    run, solo = case.replay, case.solo.ranks[0]
-    step = _not_finite(case.ranks[0])
-    if step is not None and _not_finite(solo) is None:
-        return NotJudged(
-            f"in step {step} the optimizer of the ranks got a gradient that is not finite, and that of one "
-            "process got none.",
-            is_open=True,
-        )
-    if run is None:
-        return NotJudged(case.why_no_replay)
-    if run.plan.mode == "divided" and any(event.buffers for event in solo.of(ModelSeen)):
-        return NotJudged("the statistics of smaller batches may change what is learned.")
-    rates, others = ([e.lrs for e in log.of(OptimizerStepBegun)] for log in (solo, run.ranks[0]))
-    for own, other in zip(rates, others, strict=False):
-        if any(not math.isclose(a, b) for a, b in zip(own, other, strict=False)):
-            return NotJudged("the learning rate depends on the number of processes.")
-    losses = [_losses(log) for log in (solo, *run.ranks)]
-    count = min(map(len, losses))
-    if count < _MIN_STEPS:
-        return NotJudged("the script has no single loss, or too few steps.")
-    solo_losses = losses[0][:count]
-    of_all = [sum(each) for each in zip(*(own[:count] for own in losses[1:]), strict=True)]
-    left, left_of_all = _left(solo_losses), _left(of_all)
-    if not left < _FALLS:
-        return NotJudged("the loss of one process did not fall clearly.")
-    figure = (
-        f"in {count} steps the loss fell to {left:.0%} of its start on one process, and to "
-        f"{left_of_all:.0%} on {case.world_size} with the same samples"
-    )
-    if left_of_all - left <= _MISSING * (1 - left):
-        return NoFault(figure + ".")
-    gather = run.ranks[0].gather_for_loss
-    why = "what the loss contains, or what is done with the gradient, depends on the number of processes."
-    fix = "compare the loss and the gradient of one step on one and on two processes."
-    if gather:
-        why = "the loss uses gathered values. Often their order is not that of the labels, or the gather "
-        why += "passes no gradient to the other ranks."
-        fix = "compare the order of the gathered values with that of the labels."
-    return Finding(
-        what="the loss does not fall as it does on one process.",
-        at=(gather or run.ranks[0].first_backward).at,
-        why=f"weights, samples and learning rates were those of one process: {why}",
-        fix=fix,
-        evidence=figure,
-        effect=f"{(left_of_all - left) / (1 - left):.0%} of the fall of the loss is missing",
-    )
-
-
-def _not_finite(log: RankLog) -> int | None:
-    """The first step whose gradient contains inf or nan; None if there is none."""
-    steps = log.of(OptimizerStepBegun)
-    return next((e.step for e in steps if not all(map(math.isfinite, e.norms.values()))), None)
-
-
-def _losses(log: RankLog) -> list[float]:
-    """The loss of each step; empty if there are several losses, or it is not one positive number."""
-    backwards = log.of(BackwardBegun)
-    found: dict[int, float] = {}
-    for event in backwards:
-        loss = event.loss
-        if loss is None or not 0 < loss < math.inf or event.at != backwards[0].at:
-            return []
-        found[event.steps_done] = found.get(event.steps_done, 0.0) + loss
-    return [found[step] for step in sorted(found)]
-
-
-def _left(losses: list[float]) -> float:
-    """The mean of the last tenth of the losses, relative to that of the first steps."""
-    count = max(3, len(losses) // 10)
-    return sum(losses[-count:]) / sum(losses[:count])
