@@ -63,8 +63,12 @@ RULES = {
 }
 # Broken scripts whose only finding is a note: it is not certain that one process does something else.
 NOTES = {
+    "05_closure": "step of one process",
     "05_gradient_summed": "step of one process",
+    "23_tokens_sum_and_count": "step of one process",
+    "61_clip_after_reduction": "step of one process",
     "66_class_weights": "step of one process",
+    "69_tokens_weighted": "step of one process",
     "71_contrastive": "step of one process",
     "74_gathered_pairs": "step of one process",
     "75_clipped_shards": "step of one process",

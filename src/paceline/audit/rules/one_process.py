@@ -33,8 +33,8 @@ _OF_NOISE = 10
 _MARGIN = 10
 # A parameter whose gradient is less than so many units of the whole one is rounding itself.
 _NOTHING = 8
-# So many numbers for each factor tell it: not all are independent, such as the gradients of two classes.
-_PER_FACTOR = 8
+# So many numbers tell a factor: not all are independent, such as the gradients of two classes.
+_PER_FACTOR = 4
 # Random numbers that change the gradient by a larger part hide what is compared.
 _HIDDEN = 0.01
 
@@ -254,6 +254,9 @@ def _factors(rows: torch.Tensor, target: torch.Tensor, exact: float) -> list[flo
     if not len(rows) or len(target) < _PER_FACTOR * len(rows) or exact > _HIDDEN:
         return []
     factors = torch.linalg.pinv(rows @ rows.T, hermitian=True) @ (rows @ target)
+    norms = rows.norm(dim=1)
+    is_known = norms > exact * norms.max()
+    factors[~is_known] = factors[is_known].mean()  # a gradient of 0 has any factor
     is_sum = _norm([factors @ rows - target]) <= exact * _norm([target])
     return [float(x) for x in factors] if is_sum else []
 
@@ -350,6 +353,8 @@ def _explain(case: Case, step: Step, steps: str) -> Judgement:
             for b in log.training_batches
             if b.steps_done < step.number
         }
+        starts = range(0, len(step.of_one), step.backwards)
+        of_ranks = [step.of_one[i : i + step.backwards] for i in starts]
         return _finding(
             case,
             step,
@@ -359,8 +364,8 @@ def _explain(case: Case, step: Step, steps: str) -> Judgement:
             fix="divide the sum of the losses by the number of terms of the whole step, on all ranks. With "
             "DDP, multiply by the number of ranks, since it takes the mean.",
             evidence=evidence,
-            # In batches of equal size the terms of a sample differ, such as its tokens, by chance.
-            is_note=len(sizes) == 1,
+            # Between batches of equal size, the terms of a sample differ by chance, such as its tokens.
+            is_note=len(sizes) == 1 and all(map(step.are_equal, of_ranks)),
         )
     if any(log.of(CommHookSet) for log in case.ranks):
         return NotJudged(f"a communication hook of DDP changes the gradient; {evidence}.")
