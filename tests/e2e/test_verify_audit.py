@@ -52,7 +52,7 @@ RULES = {
     "79": "metric averaged per rank",
     "81": "step of one process",
     "83": "step of one process",
-    "84": "weights drift apart",
+    "84": "step of one process",
     "85": "no shards",
     "86": "weights drift apart",
     "89": "step of one process",

@@ -29,7 +29,7 @@ sampler = DistributedSampler(data, shuffle=False)
 loader = DataLoader(data, batch_size=12, sampler=sampler)
 """
 MODEL = """
-model = DDP(nn.Linear(4, 1))
+model = DDP(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
 opt = torch.optim.SGD(model.parameters(), lr=0.05)
 """
 LOOP = """
@@ -117,7 +117,7 @@ if rank == 0:
         + MODEL
         + LOOP.format(
             begin="if number == 6: opt = torch.optim.Adam(model.parameters(), lr=0.01)",
-            end="if number == 8 and rank == 0: model.module.weight.data.clamp_(-0.1, 0.1)  # here",
+            end="if number == 8 and rank == 0: model.module[0].weight.data.clamp_(-0.1, 0.1)  # here",
         ),
         ("weights differ without an optimizer step", 9, "equal on all ranks after step 8"),
     ),

@@ -84,6 +84,7 @@ def test_the_gradients_of_a_kept_step(tmp_path: Path) -> None:
     """Of each backward since the gradients were cleared; before they were clipped, and after it."""
     steps, progress = kept_steps(RunPlan(tmp_path, **ORDINARY))
     real, imaginary = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, dtype=torch.cfloat))
+    steps._models.on_call(nn.ParameterList([real, imaginary]), trains=True)
     optimizer = torch.optim.SGD([real, imaginary], lr=0.1)
     for factor in (7.0, 1.0, 2.0):
         loss = factor * (real.sum() + (imaginary * (3 - 4j)).real.sum())

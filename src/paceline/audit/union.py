@@ -281,13 +281,15 @@ class KeptSteps:
         self._undo_all()
         if step - 1 in self._plan.kept:
             owned = [(p, p.grad) for p in owned_parameters(optimizer) if p.grad is not None]
+            if not any(self._models.has(p) for p, _ in owned):
+                return  # such as an adversarial perturbation of the rank's own samples
             final = {self._models.name_of(p): _numbers(grad) for p, grad in owned}
             kept = {
                 "final": final,
                 "reduced": {name: self._reduced.get(name, own) for name, own in final.items()},
                 "own": {name: self._own[name] for name in final if name in self._own},
                 "dimensions": {
-                    self._models.name_of(p): saved_weights.dimension(grad) for p, grad in owned
+                    self._models.name_of(p): saved_weights.dimension(g) for p, g in owned
                 },
                 "eps": self._eps,
                 "is_coupled": self._has_batchnorm and step <= 2,
