@@ -59,15 +59,6 @@ NAMES = (
         why="torch.func has no public way to tell that a forward runs inside vmap or grad",
         without="paceline verify cannot watch a model that is called inside torch.func",
     ),
-    *(
-        PrivateName(
-            f"torch.autograd.graph.Node.{name}",
-            why="nothing else in a loss of torch's loss functions tells over how many terms it was taken",
-            without="paceline verify does not judge the weight of samples in such a loss",
-            of_objects=True,
-        )
-        for name in ("_saved_self", "_saved_weight")
-    ),
     # shm
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",

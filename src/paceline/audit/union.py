@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer
 
 from paceline.audit import evidence, saved_weights
@@ -39,6 +39,7 @@ _DROPOUTS = {
     "feature_alpha_dropout": ("p", 1),
     "scaled_dot_product_attention": ("dropout_p", 4),
 }
+_BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # The resolution of TF32, in which GPUs may multiply numbers of float32.
 _TF32_EPS = 2.0**-10
 # Of a larger gradient, about so many numbers are kept, spread evenly over it.
@@ -178,7 +179,7 @@ class KeptSteps:
     def _is_kept(self) -> bool:
         return self._progress.steps in self._plan.kept and self._progress.evaluation is None
 
-    def begin_forward(self, number: int, model: torch.nn.Module, *, trains: bool) -> None:
+    def begin_forward(self, number: int, model: nn.Module, *, trains: bool) -> None:
         """Before a forward: save or load the weights, and turn off what makes a sample depend on others."""
         self._undo_all()
         if not self._is_kept:
@@ -190,14 +191,14 @@ class KeptSteps:
         if not trains:
             return
         self._turn_dropout_off()
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+        norms = [m for m in model.modules() if isinstance(m, _BATCHNORMS) and m.training]
         self._has_batchnorm |= bool(norms)
         for module in norms if step > 1 else ():
             if module.running_mean is not None:
                 module.training = False
                 self._undo.append(partial(setattr, module, "training", True))
 
-    def _save_or_load(self, step: int, number: int, model: torch.nn.Module) -> None:
+    def _save_or_load(self, step: int, number: int, model: nn.Module) -> None:
         def path(folder: Path, rank: int) -> Path:
             return folder / f"state-{step}-{number}-{rank}.pt"
 
@@ -221,7 +222,7 @@ class KeptSteps:
             return f(*args, **{**kwargs, argument: 0.0})
 
         for name, place in _DROPOUTS.items():
-            function = getattr(torch.nn.functional, name)
+            function = getattr(nn.functional, name)
             for module in list(sys.modules.values()):
                 if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
                     for own in [key for key, value in vars(module).items() if value is function]:
@@ -233,7 +234,7 @@ class KeptSteps:
         while self._undo:
             self._undo.pop()()
 
-    def note_precision(self, module: torch.nn.Module) -> None:
+    def note_precision(self, module: nn.Module) -> None:
         """At each module that is called: how coarse its numbers are."""
         if not self._is_kept:
             return
@@ -253,7 +254,7 @@ class KeptSteps:
             return
         self._backwards += 1
         for leaf in (leaf for loss in losses for leaf in reached(loss)):
-            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in self._hooked:
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._hooked:
                 self._hooked.add(id(leaf))
                 leaf.register_hook(partial(self._add, leaf))  # type: ignore[no-untyped-call]
 
