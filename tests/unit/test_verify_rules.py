@@ -297,8 +297,9 @@ def test_a_metric_of_one_rank_is_a_note() -> None:
     assert isinstance(metric_of_one_rank(case(parts[0], parts[0])), NoFault)
     # Such as by `.tolist()`, which is not recorded; or the samples that a training plays.
     for read in ([], [_read(1 / 3)]):
-        unseen = metric_of_one_rank(case(_evaluation("abc", *read), _evaluation("de", *read)))
-        assert isinstance(unseen, NotJudged)
+        for rows in (("abc", "de"), ("abc", "de", "f")):
+            unseen = metric_of_one_rank(case(*[_evaluation(each, *read) for each in rows]))
+            assert isinstance(unseen, NotJudged)
 
 
 @pytest.mark.parametrize("differ", [False, True])

@@ -538,7 +538,7 @@ def metric_of_one_rank(case: Case) -> Judgement:
     for (number, loader, _), (own, *others) in _evaluated(case.ranks).items():
         if not loader or loader in trained:
             # A training may play games, or sample, without gradient.
-            is_unseen |= not {*own}.issuperset(*others)
+            is_unseen |= not {*own}.issuperset(set().union(*others))
             continue
         of_others = set().union(*others)
         if not own or not of_others or of_others.intersection(own):
