@@ -263,7 +263,7 @@ def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path
     assert code == 0
     assert "calls no torch.manual_seed" in facts["remarks"][0]
     judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["passed"]}
-    assert "it is that of one process" in judged["step of one process"]
+    assert "gets the gradient of one process" in judged["step of one process"]
 
 
 @pytest.mark.slow

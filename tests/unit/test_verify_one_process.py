@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.audit.audit import _with_noise
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
@@ -259,3 +261,16 @@ def test_without_a_run_of_one_process_a_sum_is_a_note(count: int, tmp_path: Path
         if isinstance(judged, Finding):
             assert "the sum of the ranks' gradients" in judged.what
             assert judged.is_note
+
+
+def test_a_difference_is_not_judged_if_one_process_cannot_repeat_its_run(tmp_path: Path) -> None:
+    one = Run(RunPlan(tmp_path, "union", 1, 1), [RankLog(0, [], [])], 0)
+    ranks = Run(RunPlan(tmp_path, "ordinary", 2, 1), [RankLog(r, [], []) for r in (0, 1)], 0)
+    case = _with_noise(
+        Case(one, ranks, union=one),
+        one.plan,
+        lambda plan: replace(one, plan=plan, hung=True),
+        tmp_path,
+    )
+    assert case.union is None
+    assert isinstance(step_of_one_process(case), NotJudged)

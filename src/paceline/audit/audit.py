@@ -119,6 +119,9 @@ def _with_noise(case: Case, plan: RunPlan, execute: Execute, folder: Path) -> Ca
     """The case with the runs of one process that tell noise from a difference, and a sum from a mean."""
     count = case.world_size
     null = execute(replace(plan, mode="null", folder=folder / f"null-{count}"))
+    if null.hung or null.out_of_time or null.steps < (case.union.steps if case.union else 0):
+        why = "one process could not repeat its run, so it is not known what chance changes."
+        return replace(case, union=None, why_no_union=why)
     case = replace(case, null=null)
     steps = [] if plan.one_by_one or case.why_no_steps else one_process.steps_of(case)
     if not any(step.ratio and step.is_near(step.ratio, 1 / count) for step in steps):

@@ -234,11 +234,6 @@ class RankLog:
         return next(iter(self.training_forwards), ForwardEnded())
 
     @property
-    def rows_of_first_step(self) -> list[list[int] | None]:
-        """The rows of each forward of training before the first step."""
-        return [event.rows for event in self.training_forwards if event.steps_done == 0]
-
-    @property
     def first_backward(self) -> BackwardBegun:
         """The first backward; one without facts if there is none."""
         return self.first(BackwardBegun) or BackwardBegun()

@@ -285,8 +285,8 @@ def step_of_one_process(case: Case) -> Judgement:
         )
     shown = ", ".join(str(number) for number in sorted({step.number for step in steps}))
     return NoFault(
-        f"in steps {shown} it is that of one process; the gradients differ by at most "
-        f"{max(step.largest for step in steps):.2g} of their norm."
+        f"compared steps: {shown}. The optimizer gets the gradient of one process; the largest difference is "
+        f"{max(step.largest for step in steps):.2g} of its norm."
     )
 
 
@@ -301,7 +301,9 @@ def _reduction_alone(case: Case, why: str) -> Judgement:
         step = Step(number, 0, rounding=_UNITS * _EPS, exact=_UNITS * _EPS)
         factors = _factors(rows, torch.cat(list(reduced.values())), step.exact) if len(rows) else []
         step = replace(step, of_ranks=factors, backwards=len(rows) // len(ranks))
-        evidence = f"the ranks' own gradients have the factors {_listed(factors)} in it. {why}"
+        evidence = (
+            f"{why} The ranks' own gradients have the factors {_listed(factors)} in what it gets"
+        )
         if factors and not step.are_equal(factors):
             return _not_reduced(case, step, evidence)
         if factors and step.is_near(factors[0], 1.0):
@@ -460,6 +462,9 @@ def _not_reduced(case: Case, step: Step, evidence: str) -> Judgement:
 def _finding(
     case: Case, step: Step, what: str, *, why: str, fix: str, evidence: str, is_note: bool = False
 ) -> Finding:
+    effect = "not known without a run of one process"
+    if step.wrong:
+        effect = f"{len(step.wrong)} gradients differ by up to {max(step.wrong.values()):.2%}"
     return Finding(
         what=what,
         at=_line(case),
@@ -467,7 +472,7 @@ def _finding(
         why=why,
         fix=fix,
         evidence=evidence,
-        effect=f"{len(step.wrong)} gradients differ by up to {max(step.wrong.values(), default=0.0):.2%}",
+        effect=effect,
         is_note=is_note,
     )
 
