@@ -61,6 +61,9 @@ class Steps:
         self.events: list[Event] = []  # of a rank, between its backward and its step
         self.drifts = False
         self.eps = FLOAT32
+        # By mode, what the step has made of a weight and a buffer that were 1; none if it is empty.
+        self.results: dict[str, dict[str, Gradient]] = {}
+        self.rates = {"ordinary": 0.1}
 
     def change(self, to: Callable[[Gradient], Gradient]) -> None:
         """Change what the optimizer of each rank gets."""
@@ -81,6 +84,16 @@ class Steps:
                 "is_coupled": False,
             }
             torch.save(kept, plan.folder / f"step-1-0-{rank}.pt")
+            for number, named in enumerate(
+                ({}, self.results.get(mode, {})) if self.results else ()
+            ):
+                values = named or {name: torch.ones(120) for name in ("w", "ema")}
+                file = f"result-1-0-{rank}.pt" if number else f"state-0-0-{rank}.pt"
+                saved: Any = {name: (None, value) for name, value in values.items()}
+                if number:
+                    saved = {"numbers": {n: v.double() for n, v in values.items()}}
+                    saved |= {"dimensions": dict.fromkeys(values), "buffers": ["ema"]}
+                torch.save(saved, plan.folder / file)
             uses = [
                 ForwardEnded(
                     trains=True, sync=True, steps_done=s, params={"w": s * rank * self.drifts}
@@ -94,7 +107,7 @@ class Steps:
                 uses[0],
                 BackwardBegun(at="t.py:5"),
                 *self.events,
-                OptimizerStepBegun(step=1),
+                OptimizerStepBegun(step=1, at="t.py:8", lrs=[self.rates.get(mode, 0.1)]),
                 uses[1],
             ]
             logs.append(RankLog(rank, events, []))
@@ -220,6 +233,47 @@ def test_a_clip_after_the_reduction(count: int, tmp_path: Path) -> None:
     judged = steps.judge()
     assert isinstance(judged, Finding), judged
     assert "after the reduction" in judged.what
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["w", "ema"])
+@pytest.mark.parametrize(
+    ("of_ranks", "of_null", "is_found"),
+    [
+        (1.01, 1.01, False),
+        (1.01 + 1e-7, 1.01, False),  # rounding
+        (1.005, 1.01, True),
+        (1.005, 1.008, False),  # noise
+    ],
+)
+def test_what_a_step_makes_of_weights_and_buffers(
+    count: int, kind: str, of_ranks: float, of_null: float, is_found: bool, tmp_path: Path
+) -> None:
+    steps = Steps(tmp_path, [(4,)] * count)
+    ends = {"ordinary": of_ranks, "union": 1.01, "null": of_null}
+    steps.results = {
+        mode: {name: torch.full((120,), end if name == kind else 1.0) for name in ("w", "ema")}
+        for mode, end in ends.items()
+    }
+    for mode in ("alone", *ends):
+        steps.results.setdefault(mode, {})
+    judged = steps.judge()
+    assert isinstance(judged, Finding if is_found else NoFault), judged
+    if isinstance(judged, Finding):
+        assert kind in judged.what
+        assert (judged.at, judged.step, judged.is_note) == ("t.py:8", 1, True)
+        assert "50.00%" in judged.evidence
+
+
+def test_weights_are_not_compared_between_learning_rates(tmp_path: Path) -> None:
+    """A learning rate that grows with the number of ranks is a choice."""
+    steps = Steps(tmp_path, [(4,)] * 2)
+    steps.rates["ordinary"] = 0.2
+    steps.results = {
+        mode: {"w": torch.full((120,), 1.02 if mode == "ordinary" else 1.01)}
+        for mode in ("ordinary", "union", "null", "alone")
+    }
+    assert isinstance(steps.judge(), NoFault)
 
 
 @RANKS

@@ -131,6 +131,36 @@ def test_a_union_has_the_weights_of_the_ranks_in_kept_steps(tmp_path: Path) -> N
     assert (outputs[1] == 0).any()  # dropout is on again
 
 
+def test_what_a_step_has_made_of_a_model(tmp_path: Path) -> None:
+    """Rank 0 saves it at the next forward of training, without the statistics of BatchNorm."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("seen", torch.zeros(2))
+    for rank in range(2):
+        plan = RunPlan(tmp_path, **ORDINARY)
+        steps, progress = kept_steps(plan, rank)
+        for step in range(3):
+            progress.steps = step
+            steps.begin_forward(0, model, trains=True)
+    assert [path.name for path in tmp_path.glob("result-*")] == ["result-1-0-0.pt"]
+    found = torch.load(tmp_path / "result-1-0-0.pt", weights_only=True)
+    assert found["buffers"] == ["seen"]
+    assert [*found["numbers"]] == ["0.weight", "0.bias", "1.weight", "1.bias", "seen"]
+
+
+@pytest.mark.parametrize(("per_step", "kept"), [(1, {0, 5}), (2, {0, 2})])
+def test_the_end_of_the_first_pass_is_kept(per_step: int, kept: set[int], tmp_path: Path) -> None:
+    """Its batches may have fewer samples."""
+    steps, progress = kept_steps(RunPlan(tmp_path, **ORDINARY))
+    model = nn.Linear(2, 2)
+    for batch in range(12):  # two passes of 6 batches
+        progress.on_batch("loader", 5 - batch % 6)
+        steps.begin_forward(0, model, trains=True)
+        if batch % per_step == per_step - 1:
+            progress.on_step("optimizer")
+    found = {int(path.name.split("-")[1]) for path in tmp_path.glob("state-*")}
+    assert found == kept
+
+
 def test_which_parameters_a_loss_reaches() -> None:
     trunk, *heads = (nn.Linear(2, 2) for _ in range(3))
     loss = heads[1](trunk(torch.ones(1, 2)).relu()).sum() + trunk.bias.sum()

@@ -79,9 +79,7 @@ def audit(
     cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
     plan = replace(solo.plan, world_size=world_size, steps=steps, max_steps=0, cut_at=cut_at)
 
-    # With N ranks, a script that trains for a number of epochs ends after about 1/N of the steps.
-    kept = tuple(sorted({0, 1, max(steps // world_size - 1, 0), steps - 1}))
-    plan = replace(plan, mode="ordinary", kept=kept, ranks=world_size, max_steps=limit)
+    plan = replace(plan, mode="ordinary", kept=(0, 1, steps - 1), ranks=world_size, max_steps=limit)
     ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     case = Case(solo, ordinary)
@@ -106,6 +104,7 @@ def _with_union(case: Case, execute: Execute, folder: Path) -> Case:
     of_one, of_rank = map(_batches_of_first_step, (case.solo, ordinary))
     own = replace(ordinary.plan, mode="union", world_size=1, folder=folder / f"union-{count}")
     own = replace(own, source=ordinary.plan.folder, max_steps=0, cut_at=None)
+    own = replace(own, kept=one_process.kept_steps(ordinary))
     union = execute(replace(own, one_by_one=of_one > of_rank))
     if union.hung or union.out_of_time or not union.steps:
         return replace(case, why_no_union="one process cannot train on the samples of the ranks.")

@@ -108,6 +108,20 @@ class Failed(Event):
     code: Any = None
 
 
+class FileWritten(EventInStep):
+    """The script opened a file for writing, saved to it with `torch.save`, or renamed another one to it."""
+
+    path: str
+    content: int = 0  # the digest of what `torch.save` got; 0 if unknown
+    is_whole: bool = False  # whether a rename puts it in place at once, or the script only appends
+
+
+class FileRead(EventInStep):
+    """The script opened a file for reading."""
+
+    path: str
+
+
 class OwnFileRead(Event):
     """The script reads a file that an earlier run of verification wrote, such as a checkpoint."""
 
@@ -126,9 +140,10 @@ class RankEnded(Event):
 
 
 class GroupInitialised(Event):
-    """`init_process_group` was called."""
+    """`init_process_group` was called, and again when it has returned."""
 
     backend: str | None = None
+    size: int = 0  # the number of ranks; 0 before it has returned
 
 
 class DDPBuilt(Event):

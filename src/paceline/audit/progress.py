@@ -12,6 +12,7 @@ many steps as it took.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -45,6 +46,7 @@ class Progress:
         optimizer_calls: Calls of `optimizer.step()`, of all optimizers together.
         uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
+        ends_pass: Whether this step takes the last batches of a pass, which may have fewer samples.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
             next forward.
         evaluation: The number of the current evaluation (forwards without gradient, up to the next forward or
@@ -64,7 +66,9 @@ class Progress:
         self.random_at_batch: TwisterState | None = None
         self.uses_paceline = False
         self._loaders = TrainingLoaders()
-        self.loaders_of_step: set[str] = set()
+        self.loaders_of_step: Counter[str] = Counter()
+        self._per_step: Counter[str] = Counter()  # the batches of each loader in the step before
+        self.ends_pass = False
         self._awaits_backward = False  # a forward of training has no backward yet
         self.optimizer_calls = 0
         # The optimizers that have stepped, in this round and at all. Not their ids: that of a deleted one may
@@ -108,10 +112,12 @@ class Progress:
         self._round.clear()
         self._stepped.clear()
 
-    def on_batch(self, loader: str) -> None:
-        """Note that a loader has given a batch to the script."""
+    def on_batch(self, loader: str, left: int | None) -> None:
+        """Note that a loader has given a batch, with so many left in the pass; None if unknown."""
         self._loaders.on_batch(loader)
-        self.loaders_of_step.add(loader)
+        if not self.loaders_of_step:
+            self.ends_pass = left is not None and left < self._per_step[loader]
+        self.loaders_of_step[loader] += 1
         self.random_at_batch = torch_state()
 
     def on_backward(self) -> None:
@@ -184,6 +190,7 @@ class Progress:
         grace = _GRACE_STEPS if self.loaders_of_step else 0
         if self.steps > self.wanted + grace and not self.uses_paceline:
             self.end()
+        self._per_step = self.loaders_of_step.copy()
         self.loaders_of_step.clear()
 
     def _is_fast(self) -> bool:

@@ -154,8 +154,8 @@ class DataHooks:
 
     def record_batch(self, pass_: _RecordedPass, index: Any, batch: Any) -> None:
         """Record a batch before the script gets it."""
-        name = pass_.seen.loader
-        self._progress.on_batch(name)
+        name, batches = pass_.seen.loader, pass_.seen.batches
+        self._progress.on_batch(name, batches and batches - pass_.num_batches - 1)
         self._recorder.write(
             BatchGiven(
                 loader=name,

@@ -26,11 +26,13 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import SpawnContext
 
-from paceline.audit.digests import seed_all
+from paceline.audit.digests import digest, seed_all
 from paceline.audit.events import (
     CompileCalled,
     ExitCalled,
     Failed,
+    FileRead,
+    FileWritten,
     Forked,
     GroupInitialised,
     OwnFileRead,
@@ -82,6 +84,7 @@ def install(progress: Progress, models: Models, control: object) -> None:
     intercept("start", hooks.start_process, multiprocessing.process.BaseProcess)
     intercept("send", hooks.send, control)
     intercept("exit", hooks.exit, sys)
+    intercept("save", hooks.save, torch, torch.serialization)
     os.register_at_fork(before=hooks.before_fork)
     if progress.plan.mode != "solo":
         sys.addaudithook(hooks.audit)
@@ -112,7 +115,9 @@ class ProcessHooks:
         if multiprocessing.parent_process() is not None and not dist.is_initialized():
             self._end_spawning("init_process_group() in processes that it starts")
         self._recorder.write(GroupInitialised(at=user_line(), backend=backend))
-        return initialise(backend, *args, **kwargs)
+        result = initialise(backend, *args, **kwargs)
+        self._recorder.write(GroupInitialised(at=user_line(), size=dist.get_world_size()))
+        return result
 
     def start_processes(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not dist.is_initialized() and not self._progress.steps:
@@ -146,17 +151,46 @@ class ProcessHooks:
         return send(event)
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Record that the script opens a file for reading that an earlier run of verification wrote."""
-        if event != "open" or not isinstance(args[0], str) or not str(args[1]).startswith("r"):
-            return
-        path = Path(args[0])
-        own = self._progress.plan.folder.parent
-        if path.suffix in (".py", ".pyc") or own in path.parents or not (at := user_line()):
-            return
-        with suppress(OSError):
-            found = path.stat()
-            if found.st_size and self._progress.plan.begun_s <= found.st_mtime < self._began_s:
-                self._recorder.write(OwnFileRead(at=at, path=str(path)))
+        """Record which files the script reads and writes, but for libraries, modules and devices."""
+        if event == "open" and isinstance(args[1], str):
+            path, mode = self._path_of(args[0]), args[1]
+            if path is None or not (at := user_line()):
+                return
+            if not set(mode).isdisjoint("wxa"):  # "r+" maps data, as numpy.memmap does
+                steps = self._progress.steps
+                self._recorder.write(
+                    FileWritten(at=at, path=str(path), steps_done=steps, is_whole="a" in mode)
+                )
+                return
+            self._recorder.write(FileRead(at=at, path=str(path), steps_done=self._progress.steps))
+            with suppress(OSError):
+                found = path.stat()
+                if found.st_size and self._progress.plan.begun_s <= found.st_mtime < self._began_s:
+                    self._recorder.write(OwnFileRead(at=at, path=str(path)))
+        elif event == "os.rename" and (path := self._path_of(args[1])) and (at := user_line()):
+            self._recorder.write(
+                FileWritten(at=at, path=str(path), steps_done=self._progress.steps, is_whole=True)
+            )
+
+    def save(self, save: Callable[..., None], thing: Any, file: Any, *args: Any, **kw: Any) -> None:
+        """torch opens the file in C++, which the audit hook does not see."""
+        is_path = isinstance(file, str | os.PathLike)
+        path = self._path_of(file if is_path else getattr(file, "name", None))
+        if path is not None and (at := user_line()):
+            steps, content = self._progress.steps, digest(thing)
+            self._recorder.write(
+                FileWritten(at=at, path=str(path), steps_done=steps, content=content)
+            )
+        save(thing, file, *args, **kw)
+
+    def _path_of(self, file: Any) -> Path | None:
+        """The absolute path of a file that rules may look at."""
+        if not isinstance(file, str | os.PathLike):
+            return None
+        path = Path(os.path.realpath(file))
+        is_own = self._progress.plan.folder.parent in path.parents
+        is_module = path.suffix in (".py", ".pyc", ".so")
+        return None if is_own or is_module or path.parts[1:2] in (("dev",), ("proc",)) else path
 
     def exit(self, exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
         by = str(calling_frame().f_globals.get("__name__"))

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
+from paceline.audit.digests import reals_of
 from paceline.audit.models import Models, without_ddp
 from paceline.audit.progress import Progress
 from paceline.audit.run_plan import UNIONS
 from paceline.data.digest import plain
+
+# Of a larger tensor, about so many numbers are kept, spread evenly over it.
+_NUMBERS = 2**16
 
 # Of each tensor, the dimension in which the ranks hold parts of it (None if they do not), and the own part.
 Saved = dict[str, tuple[int | None, torch.Tensor]]
@@ -35,6 +40,30 @@ def dimension(tensor: torch.Tensor) -> int | None:
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether the ranks hold parts of a model."""
     return any(dimension(tensor) is not None for _, tensor in _tensors(model))
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Some numbers of a tensor, in float64; all of one that is sharded: the ranks hold other parts."""
+    values = reals_of(tensor).cpu()
+    if isinstance(tensor, DTensor):
+        return values.clone()
+    flat = values.flatten()
+    return flat[:: max(1, len(flat) // _NUMBERS)].clone()
+
+
+def numbers_of(model: torch.nn.Module, *, without: tuple[type, ...]) -> dict[str, Any]:
+    """Some numbers of the weights and buffers of a model, without the buffers of these modules."""
+    left_out = {id(b) for m in model.modules() if isinstance(m, without) for b in m.buffers()}
+    named = {
+        name: tensor
+        for name, tensor in _tensors(model)
+        if id(tensor) not in left_out and (tensor.is_floating_point() or tensor.is_complex())
+    }
+    return {
+        "numbers": {name: numbers(tensor.detach()) for name, tensor in named.items()},
+        "dimensions": {name: dimension(tensor) for name, tensor in named.items()},
+        "buffers": [name for name, t in named.items() if not isinstance(t, torch.nn.Parameter)],
+    }
 
 
 def copy_of(model: torch.nn.Module) -> Saved:

@@ -3,7 +3,10 @@
 In the ordinary run the samples of each batch are saved. In a few steps of it, the kept ones, rank 0 saves the
 weights before the step, and each rank its gradients before the reduction and what the optimizer got. The
 union run is the script on one process. Its training loaders give it the samples of all ranks, and in each
-kept step it begins with the weights of the ranks. So its gradient is the one that the ranks must have.
+kept step it begins with the weights of the ranks. So its gradient is the one that the ranks must have, and
+so are its weights and buffers at the next forward of training.
+
+Kept are the first two steps, the last one, and the first one that takes the last batches of a pass.
 
 In kept steps dropout is off. If the model has BatchNorm, the first two steps are not compared, and in the
 others it uses its running statistics: with those of the batch, the gradient of a sample depends on others.
@@ -31,6 +34,7 @@ from paceline.audit.events import LoaderSeen
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.run_plan import UNIONS, RunPlan
+from paceline.audit.saved_weights import numbers
 from paceline.parallel.modules import owned_parameters
 
 # The functions of torch.nn.functional with dropout: name and position of the probability.
@@ -42,8 +46,6 @@ _DROPOUTS = {
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # The resolution of TF32, in which GPUs may multiply numbers of float32.
 _TF32_EPS = 2.0**-10
-# Of a larger gradient, about so many numbers are kept, spread evenly over it.
-_NUMBERS = 2**16
 
 
 def serialize(samples: list[Any]) -> bytes:
@@ -162,9 +164,8 @@ class KeptSteps:
 
     def __init__(self, progress: Progress, models: Models) -> None:
         self._progress, self._models, self._plan = progress, models, progress.plan
-        self._exchanged: set[tuple[int, int]] = (
-            set()
-        )  # steps and models whose weights are saved or loaded
+        self._kept = set(self._plan.kept)
+        self._begun: set[tuple[int, int]] = set()  # the steps and models of the forwards so far
         self._hooked: set[int] = set()
         # By name of the parameter and number of the backward, this rank's gradients before the reduction.
         self._own: dict[str, dict[int, torch.Tensor]] = {}
@@ -177,16 +178,22 @@ class KeptSteps:
 
     @property
     def _is_kept(self) -> bool:
-        return self._progress.steps in self._plan.kept and self._progress.evaluation is None
+        return self._progress.steps in self._kept and self._progress.evaluation is None
 
     def begin_forward(self, number: int, model: nn.Module, *, trains: bool) -> None:
         """Before a forward: save or load the weights, and turn off what makes a sample depend on others."""
         self._undo_all()
+        step = self._progress.steps
+        is_new = self._progress.evaluation is None and (step, number) not in self._begun
+        if is_new:
+            if step - 1 in self._kept:
+                self._save_result(step, number, model)
+            if self._keeps_end_of_pass(step):
+                self._kept.add(step)
+            self._begun.add((step, number))
         if not self._is_kept:
             return
-        step = self._progress.steps
-        if (step, number) not in self._exchanged:
-            self._exchanged.add((step, number))
+        if is_new:
             self._save_or_load(step, number, model)
         if not trains:
             return
@@ -197,6 +204,19 @@ class KeptSteps:
             if module.running_mean is not None:
                 module.training = False
                 self._undo.append(partial(setattr, module, "training", True))
+
+    def _keeps_end_of_pass(self, step: int) -> bool:
+        is_chosen = self._kept > set(self._plan.kept)
+        is_begun = any(done == step for done, _ in self._begun)
+        ends_pass = self._plan.mode == "ordinary" and self._progress.ends_pass
+        return ends_pass and not is_chosen and not is_begun
+
+    def _save_result(self, step: int, number: int, model: nn.Module) -> None:
+        """Save what the step before has made of a model."""
+        rank = self._progress.rank
+        if rank == 0 or saved_weights.is_sharded(model):
+            result = saved_weights.numbers_of(model, without=_BATCHNORMS)
+            torch.save(result, self._plan.folder / f"result-{step}-{number}-{rank}.pt")
 
     def _save_or_load(self, step: int, number: int, model: nn.Module) -> None:
         def path(folder: Path, rank: int) -> Path:
@@ -267,7 +287,7 @@ class KeptSteps:
         self._reduced.pop(name, None)
         if leaf.grad is None or not bool(reals_of(leaf.grad).any()):
             self._own[name] = {}  # cleared since
-        own, value = self._own.setdefault(name, {}), _numbers(gradient)
+        own, value = self._own.setdefault(name, {}), numbers(gradient)
         own[self._backwards] = own.get(self._backwards, 0) + value
 
     def keep_reduced(self, parameters: list[torch.Tensor]) -> None:
@@ -275,16 +295,16 @@ class KeptSteps:
         if self._is_kept:
             for p in parameters:
                 if p.grad is not None:
-                    self._reduced.setdefault(self._models.name_of(p), _numbers(p.grad))
+                    self._reduced.setdefault(self._models.name_of(p), numbers(p.grad))
 
     def begin_update(self, step: int, optimizer: Optimizer) -> None:
         """Before step number `step` of an optimizer: save the gradients of its parameters."""
         self._undo_all()
-        if step - 1 in self._plan.kept:
+        if step - 1 in self._kept:
             owned = [(p, p.grad) for p in owned_parameters(optimizer) if p.grad is not None]
             if not any(self._models.has(p) for p, _ in owned):
                 return  # such as an adversarial perturbation of the rank's own samples
-            final = {self._models.name_of(p): _numbers(grad) for p, grad in owned}
+            final = {self._models.name_of(p): numbers(grad) for p, grad in owned}
             kept = {
                 "final": final,
                 "reduced": {name: self._reduced.get(name, own) for name, own in final.items()},
@@ -302,15 +322,6 @@ class KeptSteps:
                 self._own.pop(name, None)
                 self._reduced.pop(name, None)
             self._eps = 0.0
-        elif step not in self._plan.kept:
+        elif step not in self._kept:
             self._own.clear()
             self._reduced.clear()
-
-
-def _numbers(gradient: torch.Tensor) -> torch.Tensor:
-    """Some numbers of a gradient, in float64; all of one that is sharded: the ranks hold other parts."""
-    values = reals_of(gradient).cpu()
-    if isinstance(gradient, DTensor):
-        return values.clone()
-    flat = values.flatten()
-    return flat[:: max(1, len(flat) // _NUMBERS)].clone()

@@ -31,7 +31,7 @@ def unmatched_collective(case: Case) -> Judgement:
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
     steps = case.ordinary.plan.end if cut else math.inf
-    sequences = [_sequence(log, case.world_size, steps) for log in case.ranks]
+    sequences = [sequence_of(log, case.world_size, steps) for log in case.ranks]
     for number in range(max(map(len, sequences))):
         calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
         kinds = [None if call is None else _kind(call) for call in calls]
@@ -60,7 +60,7 @@ def unmatched_collective(case: Case) -> Judgement:
     return NoFault(f"all ranks entered the same {len(sequences[0])} collectives in the same order.")
 
 
-def _sequence(log: RankLog, world_size: int, steps: float) -> list[Call]:
+def sequence_of(log: RankLog, world_size: int, steps: float = math.inf) -> list[Call]:
     """The collectives over all ranks that this rank entered, including those of DDP.
 
     Only those before the first pass after so many steps: verification may end the rank in such a pass.

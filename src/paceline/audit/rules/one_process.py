@@ -6,6 +6,8 @@ each if the ranks take the mean. If the loss of a sample does not depend on the 
 such a sum too, and its factors are the weights that one process gives to the samples of each backward. So the
 factors of G tell what the reduction does, and those of U what the loss must weigh.
 
+If the gradients are equal, so must be the weights and buffers that the next forward of training finds.
+
 How much rounding and chance change is measured: by a second run of one process, in which the samples have
 another order and the generators another seed.
 """
@@ -19,20 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.audit.events import Clipped, CollectiveBegun, CommHookSet, Digests
+from paceline.audit.events import Clipped, CollectiveBegun, CommHookSet, Digests, full_name
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
+from paceline.audit.saved_weights import numbers
 
 _EPS = torch.finfo(torch.float32).eps
 # A sum of many terms is rounded by less than so many units of float32, or by so many units of a coarser type,
 # whose products are added up in float32.
 _UNITS, _COARSE_UNITS = 1024, 16
 # The largest of many errors is less than so many times another sample of the same error.
-_OF_NOISE = 10
-# Factors are computed from many such numbers, and are less exact than one.
-_MARGIN = 10
-# A parameter whose gradient is less than so many units of the whole one is rounding itself.
-_NOTHING = 8
+_LARGEST = 10
 # So many numbers tell a factor: not all are independent, such as the gradients of two classes.
 _PER_FACTOR = 4
 # Random numbers that change the gradient by a larger part hide what is compared.
@@ -73,11 +72,17 @@ class Step:
 
     def is_near(self, value: float, other: float) -> bool:
         """Whether two numbers differ by rounding and noise only."""
-        return abs(value - other) <= _MARGIN * self.exact * max(abs(value), abs(other))
+        return abs(value - other) <= _LARGEST * self.exact * max(abs(value), abs(other))
 
     def are_equal(self, factors: Sequence[float]) -> bool:
         """Whether all factors are equal."""
         return bool(factors) and all(self.is_near(x, factors[0]) for x in factors)
+
+
+def kept_steps(ordinary: Run) -> tuple[int, ...]:
+    """The steps, from 0, of which an ordinary run has saved something."""
+    found = ordinary.plan.folder.glob("step-*-0-*.pt")
+    return tuple(sorted({int(path.name.split("-")[1]) - 1 for path in found}))
 
 
 def steps_of(case: Case) -> list[Step]:
@@ -88,7 +93,9 @@ def steps_of(case: Case) -> list[Step]:
     # The step whose update made the weights differ began with equal ones.
     end = None if mismatch is None else mismatch.step + (not mismatch.outside)
     found = []
-    for number in (kept + 1 for kept in case.ordinary.plan.kept if end is None or kept + 1 < end):
+    for number in (kept + 1 for kept in kept_steps(case.ordinary)):
+        if end is not None and number >= end:
+            break
         buffers = [_buffers(log, number - 1) for log in case.ranks]
         if any(own != buffers[0] for own in buffers):
             continue
@@ -173,15 +180,15 @@ def _compare(step: Step, ranks: list[Any], one: Any, null: Any) -> Step:
             return step
         size = _norm(want.values())
         noise = _norm(other[n] - want[n] for n in want) / size if size else 0.0
-        step = replace(step, noise=noise, rounding=rounding, exact=max(rounding, _OF_NOISE * noise))
+        step = replace(step, noise=noise, rounding=rounding, exact=max(rounding, _LARGEST * noise))
         wrong = {}
         for name, wanted in want.items():
             scale = max(_norm([wanted]), _norm([got[name]]))
-            if scale <= _NOTHING * max(eps, _EPS) * size:
-                continue
+            if scale <= max(_UNITS * _EPS, eps) * size:
+                continue  # it is rounding itself
             difference = _norm([got[name] - wanted]) / scale
             # Of few numbers, the noise may be small by chance.
-            allowed = max(step.exact, _OF_NOISE * _norm([other[name] - wanted]) / scale)
+            allowed = max(step.exact, _LARGEST * _norm([other[name] - wanted]) / scale)
             step = replace(step, largest=max(step.largest, difference))
             if not difference <= allowed:  # also if a number is not finite
                 wrong[name] = difference
@@ -261,16 +268,110 @@ def _factors(rows: torch.Tensor, target: torch.Tensor, exact: float) -> list[flo
     return [float(x) for x in factors] if is_sum else []
 
 
+class Result(NamedTuple):
+    """A weight or buffer after a step, as the next forward of training finds it."""
+
+    step: int
+    name: str
+    is_buffer: bool
+    difference: float  # relative to what the step has changed
+    is_wrong: bool  # whether it is more than rounding and noise
+
+
+def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
+    """What compared steps have made of weights and buffers, until the ranks' weights differ.
+
+    Weights after the first two steps only: later, the state of the optimizer has another history.
+    """
+    union, null, mismatch = case.union, case.null or case.union, case.mismatch
+    if union is None or null is None:
+        return []
+    found = []
+    for number in sorted({step.number for step in steps}):
+        if mismatch is not None and number >= mismatch.step:
+            break
+        of_step = [step for step in steps if step.number == number]
+        rounding = max(step.rounding for step in of_step)
+        rates = [
+            [event.lrs for event in run.ranks[0].optimizer_steps(number)]
+            for run in (case.ordinary, union)
+        ]
+        known = _known_gradients(union, of_step) if rates[0] == rates[1] and number <= 2 else {}
+        for path in sorted(union.plan.folder.glob(f"result-{number}-*-0.pt")):
+            model = int(path.stem.removeprefix(f"result-{number}-").removesuffix("-0"))
+            ends = [_read(run, f"result-{number}-{model}") for run in (case.ordinary, union, null)]
+            begin = _read(case.ordinary, f"state-{number - 1}-{model}")
+            if not all((*ends, begin)):
+                continue
+            got, want, other = (_whole(each, "numbers") for each in ends)
+            buffers = {full_name(model, name) for name in ends[0][0]["buffers"]}
+            for own, value in want.items():
+                name = full_name(model, own)
+                if own not in begin[0] or own not in got or got[own].shape != value.shape:
+                    continue
+                is_buffer = name in buffers
+                if not is_buffer and name not in known:
+                    continue
+                taken = slice(None) if is_buffer else known[name]
+                before, eps = _before(begin, own)
+                x, y, z, start = (each[taken] for each in (got[own], value, other[own], before))
+                change = max(_norm([y - start]), _norm([x - start]))
+                difference = _norm([x - y])
+                allowed = max(rounding * change, _LARGEST * _norm([z - y])) + eps * _norm([y])
+                found.append(
+                    Result(
+                        number,
+                        name,
+                        is_buffer,
+                        difference / change if change else 0.0,
+                        is_wrong=not difference <= allowed,
+                    )
+                )
+    return found
+
+
+def _known_gradients(union: Run, steps: Sequence[Step]) -> dict[str, torch.Tensor]:
+    """By parameter, which numbers of its gradient are more than rounding and noise.
+
+    Of others, an optimizer such as Adam makes a step of any sign.
+    """
+    known = {}
+    for step in steps:
+        saved = _saved(union, step.number, step.optimizer, 0)
+        for name, gradient in _whole([saved], "final").items():
+            known[name] = gradient.abs() > step.exact * gradient.norm()
+    return known
+
+
+def _read(run: Run, name: str) -> list[Any]:
+    """What the ranks saved under this name."""
+    paths = [run.plan.folder / f"{name}-{rank}.pt" for rank in range(run.plan.world_size)]
+    return [torch.load(path, weights_only=True) for path in paths if path.exists()]
+
+
+def _before(begin: list[Any], name: str) -> tuple[torch.Tensor, float]:
+    """The saved numbers of a weight or buffer, and the resolution of its type."""
+    dimension, first = begin[0][name]
+    if dimension is None:
+        values = numbers(first)
+    else:
+        values = torch.cat([each[name][1] for each in begin if name in each], dimension).double()
+    return values.flatten(), torch.finfo(first.dtype).eps
+
+
 def step_of_one_process(case: Case) -> Judgement:
-    """What the optimizer of the ranks got is what that of one process got."""
-    if case.optimizer_exchanges:
+    """What the optimizer of the ranks got is what that of one process got, and so is what it made of it."""
+    steps = steps_of(case)
+    results = results_of(case, steps)
+    wrong = [] if case.optimizer_exchanges else [step for step in steps if step.wrong]
+    if wrong:
+        return _explain(case, wrong[0], f"in {len(wrong)} of {len(steps)} compared steps")
+    if any(result.is_wrong for result in results):
+        return _changed(case, [result for result in results if result.is_wrong])
+    if case.optimizer_exchanges and all(result.is_buffer for result in results):
         return NotJudged(
             "the optimizer exchanges values between the ranks: its gradient is a rank's own."
         )
-    steps = steps_of(case)
-    wrong = [step for step in steps if step.wrong]
-    if wrong:
-        return _explain(case, wrong[0], f"in {len(wrong)} of {len(steps)} compared steps")
     if not steps:
         why = case.why_no_union or case.why_no_steps
         return _reduction_alone(
@@ -284,15 +385,40 @@ def step_of_one_process(case: Case) -> Judgement:
             "process by no more than they explain.",
         )
     shown = ", ".join(str(number) for number in sorted({step.number for step in steps}))
+    of_gradients = 0.0 if case.optimizer_exchanges else max(step.largest for step in steps)
     return NoFault(
         f"compared steps: {shown}. The optimizer gets the gradient of one process; the largest difference is "
-        f"{max(step.largest for step in steps):.2g} of its norm."
+        f"{of_gradients:.2g} of its norm. {len(results)} weights and buffers after a step are those of one "
+        "process."
+    )
+
+
+def _changed(case: Case, wrong: list[Result]) -> Finding:
+    """The finding for weights or buffers that a step makes other than one process does."""
+    first = max(
+        (each for each in wrong if each.step == wrong[0].step), key=lambda each: each.difference
+    )
+    why = "the gradients are those of one process. The optimizer, or what changes the weights after it, "
+    why += "depends on the number of processes, or on values of one rank."
+    if first.is_buffer:
+        why = "it is computed from values of one rank, or from other values than one process has. DDP sends "
+        why += "the buffers of rank 0 to all others, so that the ranks agree."
+    return Finding(
+        what=f"after step {first.step}, {first.name} is not that of one process.",
+        at=case.ranks[0].optimizer_steps(first.step)[0].at,
+        step=first.step,
+        why=why,
+        fix="compute it from the values of all ranks, such as sums and counts that are all_reduced.",
+        evidence=f"from equal weights and the same samples, its change differs by {first.difference:.2%}",
+        effect=f"{len({each.name for each in wrong})} weights and buffers differ by up to "
+        f"{max(each.difference for each in wrong):.2%} of their change",
+        is_note=True,
     )
 
 
 def _reduction_alone(case: Case, why: str) -> Judgement:
     """Without a step of one process: whether the optimizer got the mean of the ranks' gradients."""
-    for number in (kept + 1 for kept in case.ordinary.plan.kept):
+    for number in (kept + 1 for kept in kept_steps(case.ordinary)):
         ranks = _saved_by_all(case, number, 0)
         reduced = _whole(ranks, "reduced") if ranks else {}
         if not reduced or any(dim is not None for dim in ranks[0]["dimensions"].values()):
