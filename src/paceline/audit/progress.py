@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.audit.digests import TwisterState, torch_state
+from paceline.audit.digests import TwisterState, seed_all, torch_state
 from paceline.audit.evaluations import first_evaluation
 from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
@@ -30,6 +30,9 @@ _MAX_EMPTY_PASSES = 1000
 # The wanted steps double if the run took less than this CPU time and this time since its first step. CPU
 # time, so that the number does not depend on what else the machine does; time, for steps that wait for data.
 _CPU_S, _TIME_S = 1.0, 6.0
+
+# The second run of one process has other random numbers: this and a number is their seed.
+NULL_SEED = 9_000_011
 
 
 class Enough(SystemExit):
@@ -69,6 +72,7 @@ class Progress:
         self.loaders_of_step: Counter[str] = Counter()
         self._per_step: Counter[str] = Counter()  # the batches of each loader in the step before
         self.ends_pass = False
+        self._batches = 0
         self._awaits_backward = False  # a forward of training has no backward yet
         self.optimizer_calls = 0
         # The optimizers that have stepped, in this round and at all. Not their ids: that of a deleted one may
@@ -118,6 +122,9 @@ class Progress:
         if not self.loaders_of_step:
             self.ends_pass = left is not None and left < self._per_step[loader]
         self.loaders_of_step[loader] += 1
+        self._batches += 1
+        if self.plan.mode == "null":  # for what the script draws before its forward
+            seed_all(NULL_SEED + self._batches)
         self.random_at_batch = torch_state()
 
     def on_backward(self) -> None:

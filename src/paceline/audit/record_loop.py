@@ -56,7 +56,7 @@ from paceline.audit.events import (
     Unscaled,
 )
 from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
-from paceline.audit.progress import Progress
+from paceline.audit.progress import NULL_SEED, Progress
 from paceline.audit.record import (
     Nesting,
     calling_frame,
@@ -71,7 +71,6 @@ from paceline.parallel.modules import owned_parameters
 # Set before each forward of training, so that all runs have the same dropout. Not in the ordinary run, nor in
 # scripts that use paceline.
 _FORWARD_SEED = 7_000_003
-_NULL_SEED = 9_000_011  # the same for the second run of one process, which has other random numbers
 _MAX_ROWS = 4096
 
 
@@ -175,7 +174,7 @@ class LoopHooks:
         self._kept.begin_forward(number, inner_of(module), trains=trains)
         if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
             if self._progress.plan.mode == "null":
-                seed_all(_NULL_SEED + self._forwards)
+                seed_all(NULL_SEED + self._forwards)
             else:
                 manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
