@@ -116,7 +116,7 @@ class Progress:
         self._round.clear()
         self._stepped.clear()
 
-    def on_batch(self, loader: str, left: int | None) -> None:
+    def on_batch(self, loader: str, left: int | None = None) -> None:
         """Note that a loader has given a batch, with so many left in the pass; None if unknown."""
         self._loaders.on_batch(loader)
         if not self.loaders_of_step:
