@@ -54,11 +54,17 @@ def test_a_file_that_several_ranks_write(
     assert found.is_note == is_note
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_files_that_are_replaced_as_a_whole_may_come_from_all_ranks(whole: bool) -> None:
-    event = FileWritten(path="a.pt", is_whole=whole)
-    found = shared_files(case([[event], [event]]))
-    assert isinstance(found, NoFault if whole else Finding)
+@pytest.mark.parametrize(
+    ("contents", "is_fault"), [((1, 1), False), ((0, 0), False), ((1, 2), True)]
+)
+def test_a_file_that_several_ranks_replace_as_a_whole(
+    contents: tuple[int, int], is_fault: bool
+) -> None:
+    of_ranks = [[FileWritten(path="a.pt", content=each, is_whole=True)] for each in contents]
+    found = shared_files(case([[*own] for own in of_ranks]))
+    assert isinstance(found, Finding if is_fault else NoFault)
+    if isinstance(found, Finding):
+        assert not found.is_note
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

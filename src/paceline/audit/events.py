@@ -112,12 +112,12 @@ class FileWritten(EventInStep):
     """The script opened a file for writing, saved to it with `torch.save`, or renamed another one to it."""
 
     path: str
-    content: int = 0  # the digest of what `torch.save` got; 0 if unknown
+    content: int = 0  # the digest of what `torch.save` got, or of what was renamed; 0 if unknown
     is_whole: bool = False  # whether a rename puts it in place at once, or the script only appends
 
 
 class FileRead(EventInStep):
-    """The script opened a file for reading."""
+    """The script opened a file for reading that was written since verification began."""
 
     path: str
 

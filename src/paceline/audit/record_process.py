@@ -151,36 +151,42 @@ class ProcessHooks:
         return send(event)
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Record which files the script reads and writes, but for libraries, modules and devices."""
+        """Record which files the script writes, and which it reads that verification or it has written."""
         if event == "open" and isinstance(args[1], str):
-            path, mode = self._path_of(args[0]), args[1]
-            if path is None or not (at := user_line()):
-                return
-            if not set(mode).isdisjoint("wxa"):  # "r+" maps data, as numpy.memmap does
-                steps = self._progress.steps
-                self._recorder.write(
-                    FileWritten(at=at, path=str(path), steps_done=steps, is_whole="a" in mode)
+            if (path := self._path_of(args[0])) and not set(args[1]).isdisjoint("wxa"):
+                # "r+" is none of them: numpy.memmap maps data with it.
+                self._record_write(path, is_whole="a" in args[1])
+            elif path:
+                self._record_read(path)
+        elif event == "os.rename" and (path := self._path_of(args[1])):
+            with suppress(OSError):
+                content = digest(Path(args[0]).read_bytes())
+                self._record_write(path, content=content, is_whole=True)
+
+    def _record_write(self, path: Path, *, content: int = 0, is_whole: bool = False) -> None:
+        if at := user_line():
+            steps = self._progress.steps
+            self._recorder.write(
+                FileWritten(
+                    at=at, path=str(path), steps_done=steps, content=content, is_whole=is_whole
                 )
+            )
+
+    def _record_read(self, path: Path) -> None:
+        with suppress(OSError):
+            found = path.stat()
+            if found.st_mtime < self._progress.plan.begun_s or not (at := user_line()):
                 return
             self._recorder.write(FileRead(at=at, path=str(path), steps_done=self._progress.steps))
-            with suppress(OSError):
-                found = path.stat()
-                if found.st_size and self._progress.plan.begun_s <= found.st_mtime < self._began_s:
-                    self._recorder.write(OwnFileRead(at=at, path=str(path)))
-        elif event == "os.rename" and (path := self._path_of(args[1])) and (at := user_line()):
-            self._recorder.write(
-                FileWritten(at=at, path=str(path), steps_done=self._progress.steps, is_whole=True)
-            )
+            if found.st_size and found.st_mtime < self._began_s:
+                self._recorder.write(OwnFileRead(at=at, path=str(path)))
 
     def save(self, save: Callable[..., None], thing: Any, file: Any, *args: Any, **kw: Any) -> None:
         """torch opens the file in C++, which the audit hook does not see."""
         is_path = isinstance(file, str | os.PathLike)
         path = self._path_of(file if is_path else getattr(file, "name", None))
-        if path is not None and (at := user_line()):
-            steps, content = self._progress.steps, digest(thing)
-            self._recorder.write(
-                FileWritten(at=at, path=str(path), steps_done=steps, content=content)
-            )
+        if path is not None:
+            self._record_write(path, content=digest(thing))
         save(thing, file, *args, **kw)
 
     def _path_of(self, file: Any) -> Path | None:

@@ -65,7 +65,7 @@ RULES = (
         judges_split_models=True,
         consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
-    Rule("process groups", groups.group_of_one),
+    Rule("process groups", groups.group_of_one, judges_split_models=True),
     Rule(_NO_SHARDS, shards.whole_dataset),
     Rule(_OVERLAP, shards.overlapping_shards),
     Rule(_DATASETS, shards.different_datasets),
@@ -108,7 +108,7 @@ RULES = (
         compares_numbers=True,
         consequence_of=(_DATASETS, _EVALUATED_TWICE, _REDUCED_AGAIN, _SCHEDULE_OF_RANK),
     ),
-    Rule("files", files.shared_files),
+    Rule("files", files.shared_files, judges_split_models=True),
     Rule("metric of one rank", evaluation.metric_of_one_rank),
     Rule(
         "gathered in a different order",

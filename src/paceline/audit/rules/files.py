@@ -48,15 +48,16 @@ def _accesses(log: RankLog, world_size: int) -> dict[str, list[_Access]]:
 
 
 def _written_by_several(path: str, writes: list[list[_Access]]) -> Finding | None:
-    """The finding if several ranks write one file, and none of them replaces it as a whole."""
+    """The finding if several ranks write one file: parts of it, or as a whole with other contents."""
     events = [[a.event for a in own if isinstance(a.event, FileWritten)] for own in writes]
-    parts = [[event for event in own if not event.is_whole] for own in events]
-    ranks = [rank for rank, own in enumerate(parts) if own]
+    ranks = [rank for rank, own in enumerate(events) if own]
     if len(ranks) < 2:
         return None
-    first = parts[ranks[0]][0]
-    contents = [{event.content for event in parts[rank]} - {0} for rank in ranks]
+    contents = [{event.content for event in events[rank]} - {0} for rank in ranks]
     differ = all(contents) and any(own != contents[0] for own in contents)
+    if not differ and sum(any(not e.is_whole for e in own) for own in events) < 2:
+        return None
+    first = events[ranks[0]][0]
     return Finding(
         what=f"{name_ranks(ranks, len(writes))} write the file {path}"
         + (", with different contents." * differ or "."),
@@ -67,7 +68,7 @@ def _written_by_several(path: str, writes: list[list[_Access]]) -> Finding | Non
         "both, and another process may read half of it.",
         fix="write it on rank 0 only, with the values of all ranks (gather them first); or give each rank a "
         "file of its own.",
-        evidence=f"writes of the ranks: {', '.join(str(len(own)) for own in parts)}"
+        evidence=f"writes of the ranks: {', '.join(str(len(own)) for own in events)}"
         + "; what they saved differs" * differ,
         effect=f"what {len(ranks) - 1} of {len(ranks)} ranks wrote is lost"
         if differ
