@@ -77,8 +77,8 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3")
     assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
-    assert facts["compared"] == "20 steps on 1, 2 and 3 processes, bitwise"
-    assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
+    assert facts["compared"] == "40 steps on 1, 2 and 3 processes, bitwise"
+    assert "parameter: 800 compared" in facts["equal"]  # 40 steps, 4 parameters, 2 + 3 ranks
     # It neither resumes from nor writes to the user's folders.
     left = {path.name for path in tmp_path.iterdir()}
     assert {name for name in left if not name.startswith("torchinductor")} == {"train.py"}
@@ -89,20 +89,20 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bound", "after", "trains_on"),
     [
-        ("epochs=9, until=21", "", True),
-        ("epochs=4", "", False),
-        ("epochs=9", "if step.number == 20: step.stop()", False),
+        ("epochs=9, until=41", "", True),
+        ("epochs=8", "", False),
+        ("epochs=9", "if step.number == 40: step.stop()", False),
     ],
 )
 def test_a_script_that_trains_on_is_named(
     bound: str, after: str, trains_on: bool, tmp_path: Path
 ) -> None:
-    # 5 steps an epoch, of which 20 are watched.
+    # 5 steps an epoch, of which 40 are watched.
     code, facts = verify(tmp_path, bound=bound, after=after)
     assert (code, facts["verdict"]) == (0, "passed")
     notes = [
-        "the script trains on after the 20 steps that were watched, and a fault that comes later is not "
-        "seen. --steps 200 watches more."
+        "the script trains on after the 40 steps that were watched, and a fault that comes later is not "
+        "seen. --steps 400 watches more."
     ]
     assert facts.get("remarks", []) == notes * trains_on
 
@@ -114,7 +114,7 @@ def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> N
     assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     note = "torch.compile was turned off during verification (first call: train.py:1"
     assert note in facts["remarks"][0]
-    assert any(line.startswith("loss: 20 compared, the largest") for line in facts["equal"])
+    assert any(line.startswith("loss: 40 compared, the largest") for line in facts["equal"])
 
 
 DROPOUT = {
@@ -130,7 +130,7 @@ def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
     loss = "loss = drop(loss.expand(9), 0.5).mean()"
     code, facts = verify(tmp_path, *words, loss=loss, **DROPOUT)
     assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
-    assert any(line.startswith("loss: 20 compared") for line in facts["equal"])
+    assert any(line.startswith("loss: 40 compared") for line in facts["equal"])
     assert facts["compared"].endswith(", with dropout turned off") is (not words)
 
 
@@ -179,7 +179,7 @@ FAULTS = [
         {"loss": "loss = loss * (1 + job.rank)", "wrapped": "torch.compile(paceline.ddp(job, net))"},
     ),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
-    ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
+    ("evaluation", 40, "error", {"score": "* (1 + job.rank)"}),
     ("loss", 1, "", {"loss": "loss = loss * (1 + 10 * job.rank)", **DROPOUT}),
 ]  # fmt: skip
 
@@ -254,7 +254,7 @@ def test_every_example_of_ours(name: str, how: str, tmp_path: Path) -> None:
     # 0.02, since one of them trains in bf16, where each rounding is by up to 0.004.
     code, facts = run(tmp_path, how, "--nproc", "1,2,3", str(EXAMPLES / f"{name}.py"))
     assert (code, facts["verdict"]) == (0, "passed")
-    assert facts["compared"].startswith("20 steps on 1, 2 and 3 processes")
+    assert facts["compared"].startswith("40 steps on 1, 2 and 3 processes")
     if how == "--bitwise":
         assert facts["not_seen"] == []
         assert any(line.startswith("parameter: ") for line in facts["equal"])

@@ -979,56 +979,18 @@ def test_the_weights_of_an_evaluation_are_saved_only_if_it_has_a_result(tmp_path
     assert model.bias.item() == 9.0
 
 
-@pytest.mark.parametrize(
-    ("mode", "planned", "max_steps", "cpu_s_of_step", "steps"),
-    [
-        ("solo", 20, 0, 0.0, 20),  # with --steps 20
-        ("solo", 20, 200, 0.005, 200),  # fast: the limit
-        ("solo", 20, 200, 0.0625, 40),  # fast at step 10, slow at step 30
-        ("solo", 20, 200, 0.01, 160),
-        ("solo", 20, 60, 0.005, 60),
-        ("solo", 20, 200, 1.0, 20),
-        ("ordinary", 31, 0, 1.0, 31),  # as many as the solo run, however long it takes
-    ],
-)
-def test_fast_scripts_are_watched_longer(
-    mode: Any, planned: int, max_steps: int, cpu_s_of_step: float, steps: int,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
-    cpu_s = 0.0
-    monkeypatch.setattr("paceline.audit.progress.time.process_time", lambda: cpu_s)
-    plan = RunPlan(tmp_path, mode, 1, planned, max_steps=max_steps)
-    progress = Progress(plan, cast(Any, SimpleNamespace()), 0)
-    optimizer = object()
-    while not progress.is_over:
-        cpu_s += cpu_s_of_step
-        progress.on_batch("loader")
-        progress.on_step(optimizer)
-    assert progress.steps == progress.wanted == steps
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "slow_from", "cut_at"), [(20, 99, 10), (200, 13, 30), (200, 999, 190)]
-)
-def test_a_pass_is_cut_when_the_last_steps_begin(
-    max_steps: int, slow_from: int, cut_at: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """However fast the steps were before."""
-    cpu_s = 0.0
-    monkeypatch.setattr("paceline.audit.progress.time.process_time", lambda: cpu_s)
-    plan = RunPlan(tmp_path, "solo", 1, 20, max_steps=max_steps)
-    progress = Progress(plan, cast(Any, SimpleNamespace()), 0)
+@pytest.mark.parametrize("steps", [1, 20, 41])
+def test_a_pass_is_cut_after_half_of_the_steps(steps: int, tmp_path: Path) -> None:
+    progress = Progress(RunPlan(tmp_path, "solo", 1, steps), cast(Any, SimpleNamespace()), 0)
     optimizer, cuts = object(), []
     while not progress.is_over:
-        cpu_s += 0.8 if progress.steps >= slow_from else 0.001
         progress.on_batch("loader")
         assert not progress.cuts_pass(1000)  # within a step
         progress.on_step(optimizer)
-        assert not progress.cuts_pass(15)  # it ends by itself
+        assert not progress.cuts_pass(steps)  # it ends by itself
         if progress.cuts_pass(1000):
             cuts.append(progress.steps)
-    assert cuts == [cut_at]
-    assert progress.steps == cut_at + 10
+    assert (cuts, progress.steps) == ([max(steps // 2, 1)], steps)
 
 
 def test_consequences_of_consequences_are_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:

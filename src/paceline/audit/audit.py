@@ -17,8 +17,6 @@ from paceline.audit.events import (
     JoinEntered,
     OptimizerStepEnded,
     PassCut,
-    RankEnded,
-    TrainingContinues,
 )
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
@@ -70,16 +68,10 @@ def audit(
         Refused: the ordinary run cannot be judged, and no rule found a fault; or a rank called `sys.exit`
             during its training.
     """
-    log = solo.ranks[0]
-    wanted = (log.first(RankEnded) or RankEnded()).wanted or solo.steps
-    taken = min(solo.steps, wanted)
-    steps = max(solo.plan.steps, taken)
-    # If the script ended by itself, let several ranks do so too: they may take a few steps more or less.
-    limit = steps if log.of(TrainingContinues) else max(steps, wanted)
+    taken = min(solo.steps, solo.plan.steps)
     cut_at = next((event.steps_done for event in solo.ranks[0].of(PassCut)), None)
-    plan = replace(solo.plan, world_size=world_size, steps=steps, max_steps=0, cut_at=cut_at)
-
-    plan = replace(plan, mode="ordinary", kept=(0, 1, steps - 1), ranks=world_size, max_steps=limit)
+    plan = replace(solo.plan, mode="ordinary", world_size=world_size, ranks=world_size)
+    plan = replace(plan, cut_at=cut_at, kept=(0, 1, taken - 1))
     ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     case = Case(solo, ordinary)
@@ -103,7 +95,7 @@ def _with_union(case: Case, execute: Execute, folder: Path) -> Case:
     ordinary, count = case.ordinary, case.world_size
     of_one, of_rank = map(_batches_of_first_step, (case.solo, ordinary))
     own = replace(ordinary.plan, mode="union", world_size=1, folder=folder / f"union-{count}")
-    own = replace(own, source=ordinary.plan.folder, max_steps=0, cut_at=None)
+    own = replace(own, source=ordinary.plan.folder, cut_at=None)
     own = replace(own, kept=one_process.kept_steps(ordinary))
     union = execute(replace(own, one_by_one=of_one > of_rank))
     if union.hung or union.out_of_time or not union.steps:
@@ -159,10 +151,7 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first(JoinEntered) for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     if case.splits_model and not rule.judges_split_models:
-        return NotJudged(
-            "the ranks may hold parts of one model, which get equal samples.",
-            is_open=rule.is_last and rule.compares_weights and not case.exchanges_anything,
-        )
+        return NotJudged("the ranks may hold parts of one model, which get equal samples.")
     sharded = any(log.layouts for log in case.ranks)
     has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
     if sharded and not has_whole and rule.compares_weights:
@@ -174,6 +163,5 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     except Exception as error:
         # A bug of one rule must neither be reported as a fault nor hide the other judgements.
         return NotJudged(
-            f"this rule failed on the evidence, which is a bug of paceline: {error!r}.",
-            is_open=True,
+            f"this rule failed on the evidence, which is a bug of paceline: {error!r}."
         )

@@ -131,7 +131,6 @@ class OwnFileRead(Event):
 class RankEnded(Event):
     """The process ended; missing after an error, a kill and `os._exit`."""
 
-    wanted: int | None = None  # the steps that the rank was to take
     # The digests of the buffers, by the number of the model.
     buffers: dict[str, Digests] = field(default_factory=dict)
 

@@ -3,15 +3,10 @@
 After the last wanted step the training loaders end and stay empty, so that evaluation and saving are recorded
 too. The script is ended when it starts to train again. A script without loaders is ended after its next
 optimizer step.
-
-The solo run doubles its wanted steps, up to the limit of the plan, as long as it is fast. So the number is
-one of a few, such as 20, 40 and 80, and seldom differs from one `verify` to the next. The other runs take as
-many steps as it took.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
@@ -27,9 +22,6 @@ from paceline.audit.run_plan import UNIONS, RunPlan
 _GRACE_STEPS = 2
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
-# The wanted steps double if the run took less than this CPU time and this time since its first step. CPU
-# time, so that the number does not depend on what else the machine does; time, for steps that wait for data.
-_CPU_S, _TIME_S = 1.0, 6.0
 
 # The second run of one process has other random numbers: this and a number is their seed.
 NULL_SEED = 9_000_011
@@ -45,7 +37,6 @@ class Progress:
     Attributes:
         steps: Rounds in which each optimizer steps once. A training before the first DDP, which rank 0 may
             do alone, does not count.
-        wanted: The steps after which the training ends.
         optimizer_calls: Calls of `optimizer.step()`, of all optimizers together.
         uses_paceline: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
@@ -62,8 +53,6 @@ class Progress:
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
-        self.wanted = plan.steps if plan.mode == "solo" else plan.end
-        self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluation: int | None = None
         self._last_evaluation = 0
         self.random_at_batch: TwisterState | None = None
@@ -88,18 +77,18 @@ class Progress:
     @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
-        return self.steps >= self.wanted
+        return self.steps >= self.plan.steps
 
     def cuts_pass(self, batches: int) -> bool:
         """Whether to end this pass, of so many batches, now.
 
-        A run whose steps end before the pass cuts it, to see the next one begin: the solo run when its last
-        steps begin, and the ordinary run after the same step. It cuts no later pass. Unions cut none.
+        A run whose steps end before the pass cuts it, to see the next one begin: the solo run after half of
+        them, and the ordinary run after the same step. It cuts no later pass. Unions cut none.
         """
         if self.plan.mode in UNIONS or self.loaders_of_step:
             return False
         if self.plan.mode == "solo":
-            cut_step, end = self.wanted - self.plan.last_steps, self.wanted
+            cut_step, end = self.plan.steps // 2, self.plan.steps
         elif self.plan.cut_at is not None:
             cut_step = end = self.plan.cut_at
         else:
@@ -189,21 +178,11 @@ class Progress:
             self._round.add(optimizer)
             return
         self.steps, self._round = number, {optimizer}
-        is_fast = self._is_fast()
-        # Where a pass would be cut: after that, the number of steps must not change any more.
-        last_begin = self.steps + self.plan.last_steps == self.wanted
-        if last_begin and self.wanted < self.plan.max_steps and is_fast:
-            self.wanted = min(2 * self.wanted, self.plan.max_steps)  # in the solo run
         grace = _GRACE_STEPS if self.loaders_of_step else 0
-        if self.steps > self.wanted + grace and not self.uses_paceline:
+        if self.steps > self.plan.steps + grace and not self.uses_paceline:
             self.end()
         self._per_step = self.loaders_of_step.copy()
         self.loaders_of_step.clear()
-
-    def _is_fast(self) -> bool:
-        now = time.process_time(), time.monotonic()
-        first = self._first_step = self._first_step or now
-        return now[0] - first[0] < _CPU_S and now[1] - first[1] < _TIME_S
 
     def on_empty_pass(self) -> None:
         """Note that the script starts another pass over a training loader after the wanted steps.

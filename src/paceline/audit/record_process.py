@@ -211,7 +211,7 @@ class ProcessHooks:
         """Record the end. It is missing after an uncaught error, a kill and `os._exit`."""
         models = self._models.by_number()
         buffers = {str(number): buffer_digests(model) for number, model in models.items()}
-        self._recorder.write(RankEnded(wanted=self._progress.wanted, buffers=buffers))
+        self._recorder.write(RankEnded(buffers=buffers))
 
 
 def _is_in_loop_body(frame: FrameType) -> bool:

@@ -27,12 +27,9 @@ class RunPlan:
 
     Attributes:
         folder: Where its ranks write.
-        steps: The optimizer steps to watch. If the solo run watches more, the plans of the later runs have as
-            many as it took.
+        steps: The optimizer steps to watch.
         source: The folder of the ordinary run, for a union.
         bitwise: Whether paceline's reproducible mode is turned on.
-        max_steps: The solo run doubles its steps up to so many as long as they are fast. The ordinary run is
-            ended after so many, if they are more than `steps`.
         begun_s: When the solo run began, in seconds since 1970.
         cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
         kept: The steps, from 0, from whose weights a union begins anew.
@@ -46,22 +43,11 @@ class RunPlan:
     steps: int
     source: Path | None = None
     bitwise: bool = False
-    max_steps: int = 0
     cut_at: int | None = None
     begun_s: float = 0.0
     kept: tuple[int, ...] = ()
     ranks: int = 1
     one_by_one: bool = False
-
-    @property
-    def last_steps(self) -> int:
-        """The steps of the solo run that are left when it cuts a pass, to see the next one begin."""
-        return (self.steps + 1) // 2
-
-    @property
-    def end(self) -> int:
-        """The steps after which a later run than the solo run is ended."""
-        return max(self.steps, self.max_steps)
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""

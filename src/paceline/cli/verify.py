@@ -120,7 +120,7 @@ def parser() -> CommandParser:
         "--steps",
         type=positive_count,
         metavar="N",
-        help="optimizer steps to watch (20, and up to 200 if they are fast)",
+        help="optimizer steps to watch (40)",
     )
     ours.add_argument(
         "--bitwise",

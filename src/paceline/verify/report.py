@@ -59,7 +59,7 @@ def remarks_on(solo: Run) -> list[str]:
             "in the ordinary run a different one on each rank, else one for all."
         )
     if log.of(TrainingContinues):
-        watched = solo.plan.steps if uses_paceline else solo.steps
+        watched = solo.plan.steps
         remarks.append(
             f"the script trains on after the {watched} steps that were watched, and a fault that comes "
             f"later is not seen. --steps {10 * watched} watches more."

@@ -34,8 +34,8 @@ _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
 # With less space, a write of the recording may have failed: it flushes each line, and saves whole tensors.
 _FULL_BYTES = 2**20
-# The steps to watch by default: at least, and at most.
-_STEPS, _MAX_STEPS = 20, 200
+# Enough for two epochs of a small data set, and few enough for all runs to take seconds.
+_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VerifyOptions:
     Attributes:
         script: The script and its arguments, or "-m", a module and its arguments.
         counts: Numbers of processes; the first is 1.
-        steps: Optimizer steps to watch; None for 20; of an audited script up to 200 if they are fast.
+        steps: Optimizer steps to watch; None for `_STEPS`.
         strict: Whether the notes of an audit are faults.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
@@ -88,10 +88,9 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             longest_s = max(longest_s, time.monotonic() - started)
             return made
 
-        steps = options.steps or _STEPS
-        plan = RunPlan(folder / "solo", "solo", 1, steps, bitwise=options.bitwise)
-        plan = replace(plan, begun_s=time.time())
-        solo = run(replace(plan, max_steps=options.steps or _MAX_STEPS))
+        steps, begun_s = options.steps or _STEPS, time.time()
+        plan = RunPlan(folder / "solo", "solo", 1, steps, bitwise=options.bitwise, begun_s=begun_s)
+        solo = run(plan)
         refuse_early_exit(solo)
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
@@ -99,8 +98,8 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         if solo.ranks[0].of(TrainingBuilt):
             runs = [solo]
             for count in counts:
-                ordinary = RunPlan(folder / f"ordinary-{count}", "ordinary", count, steps)
-                runs.append(run(replace(ordinary, bitwise=options.bitwise)))
+                of_ranks = replace(plan, mode="ordinary", world_size=count)
+                runs.append(run(replace(of_ranks, folder=folder / f"ordinary-{count}")))
                 refuse(runs[-1])
             found = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
             return report_comparison(found, remarks, runs)

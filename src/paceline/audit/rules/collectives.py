@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from paceline.audit.events import (
     BackwardBegun,
@@ -30,7 +31,7 @@ def unmatched_collective(case: Case) -> Judgement:
             "the ranks take different steps, so they were not ended after the same one."
         )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
-    steps = case.ordinary.plan.end if cut else math.inf
+    steps = case.ordinary.plan.steps if cut else math.inf
     sequences = [sequence_of(log, case.world_size, steps) for log in case.ranks]
     for number in range(max(map(len, sequences))):
         calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
@@ -52,12 +53,25 @@ def unmatched_collective(case: Case) -> Judgement:
     for calls_of_all in zip(*sequences, strict=True):
         lines = {call.at for call in calls_of_all}
         if len(lines) > 1 and op_of(calls_of_all[0]) == "all_reduce":
-            return NotJudged(
-                f"the ranks entered one all_reduce at {' and '.join(sorted(lines))}; whether both lines "
-                "reduce the same quantity is not known.",
-                is_open=True,
-            )
+            return _at_several_lines(calls_of_all, sorted(lines))
     return NoFault(f"all ranks entered the same {len(sequences[0])} collectives in the same order.")
+
+
+def _at_several_lines(calls: Sequence[Call], lines: list[str]) -> Finding:
+    ranks = [rank for rank, call in enumerate(calls) if call.at != calls[0].at]
+    where = ", ".join(f"rank {rank} at {call.at}" for rank, call in enumerate(calls))
+    return Finding(
+        what=f"the ranks entered one all_reduce at different lines: {' and '.join(lines)}.",
+        at=calls[ranks[0]].at,
+        ranks=ranks,
+        step=calls[0].steps_done + 1,
+        why="all_reduce adds what the ranks pass to it. If these lines pass different quantities, the sum is "
+        "of both.",
+        fix="call it at one line, or check that each of these lines passes the same quantity.",
+        evidence=where,
+        effect=f"one sum of {len(lines)} lines",
+        is_note=True,
+    )
 
 
 def sequence_of(log: RankLog, world_size: int, steps: float = math.inf) -> list[Call]:

@@ -111,18 +111,6 @@ class Case:
         return "parts" in log.layouts or log.exchanges_activations or bool(log.of(TensorsSent))
 
     @property
-    def exchanges_anything(self) -> bool:
-        """Whether ranks of different DDP groups may exchange something while they train."""
-        log = self.ranks[0]
-        return (
-            bool(log.layouts or log.of(TensorsSent))
-            or log.exchanges_activations
-            or log.exchanges_parts
-            or log.exchanges_after_backward
-            or log.exchanges_in_optimizer
-        )
-
-    @property
     def updates_differ(self) -> bool:
         """Whether the ranks update different parameters, and take different numbers of steps.
 
@@ -169,9 +157,7 @@ class NotJudged:
     """The rule cannot judge the script."""
 
     why: str
-    # Whether the script cannot be called sound for this reason: the rule saw a difference between runs or
-    # ranks and does not know whether it is a fault, or the rule itself failed.
-    is_open: bool = False
+    is_open: bool = False  # without effect; goes with the last rules that pass it
 
 
 Judgement = Finding | NoFault | NotJudged
