@@ -131,7 +131,6 @@ def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
     code, facts = verify(tmp_path, *words, loss=loss, **DROPOUT)
     assert (code, facts["verdict"], facts["not_seen"]) == (0, "passed", [])
     assert any(line.startswith("loss: 40 compared") for line in facts["equal"])
-    assert facts["compared"].endswith(", with dropout turned off") is (not words)
 
 
 @pytest.mark.slow
@@ -141,11 +140,12 @@ def test_what_reproducible_mode_refuses_is_said_in_a_sentence(tmp_path: Path) ->
     code, facts = verify(
         tmp_path, "--bitwise", wrapped=f"paceline.ddp(job, paceline.sync_batchnorm(job, {net}))"
     )
-    assert (code, facts["output"]) == (3, [])
-    assert facts["what"] == (
-        "--bitwise turns reproducible mode on, and it refused the training: reproducible training normalises "
-        "each micro-batch separately, not over ranks."
+    assert code == 3
+    assert (
+        "reproducible training normalises each micro-batch separately, not over ranks"
+        in facts["what"]
     )
+    assert facts["why"] == "--bitwise turns reproducible mode on."
     assert facts["where"].startswith("train.py:")
     assert facts["fix"] == "leave --bitwise out."
 
@@ -209,7 +209,7 @@ def test_the_first_difference_is_named(
 def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, bound="until=12 // job.world_size")
     assert (code, facts["verdict"]) == (3, "not seen")
-    assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
+    assert "makes 12 steps and 1 evaluation with 1 process and 6 steps" in facts["why"]
 
 
 def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_refusal_at_a_number_of_processes_keeps_the_faults_of_others(
     assert result.exit_code == 1
     assert result.lines[-2:] == [
         "remark: with 3 processes it could not be verified: at most 2 processes",
-        "1 fault found: a rule; 0 checks passed, 0 not seen",
+        "1 fault, 0 notes, 0 checks passed, 0 not seen",
     ]
 
 

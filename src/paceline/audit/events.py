@@ -424,13 +424,6 @@ class TrainingBuilt(Event):
     batchnorm: str = ""
 
 
-class NotBitwise(Event):
-    """The reproducible mode refused the training, with this error."""
-
-    what: str
-    why: str = ""
-
-
 class PointEvent(Event):
     """A point of the script at which runs are compared."""
 
@@ -462,7 +455,6 @@ class TrainingStep(WeightsAt):
     count: float = 0.0  # their number
     buffers: dict[str, Summary] = field(default_factory=dict)
     grads: dict[str, Summary] = field(default_factory=dict)  # what the optimizer got
-    dropout_off: bool = False  # whether dropout was turned off
 
 
 class Evaluated(PointEvent):

@@ -11,7 +11,6 @@ from paceline.audit.events import (
     Failed,
     Forked,
     GroupInitialised,
-    NotBitwise,
     OptimizerStepBegun,
     OwnFileRead,
     OwnRanksStarted,
@@ -26,14 +25,6 @@ from paceline.errors import PacelineError, name_ranks
 from paceline.explain.reading import recognise
 
 _TAIL_LINES = 30
-# N ranks with a part of the data take at least this share of the steps of one process together.
-_PART = 0.9
-
-
-_OWN_FILE = "it read {} at {}, which an earlier run of this verification wrote."
-_NO_RESUME = (
-    "turn off resuming or saving during verification, or give each run a folder of its own."
-)
 
 
 class Refused(PacelineError):
@@ -68,25 +59,23 @@ def refuse(run: Run) -> None:
     if run.hung:
         raise _refused(run, _hang(run), fix="give it more time with --hang-after.")
     if run.out_of_time:
-        raise _refused(
-            run,
-            f"{run.name} did not end in time.",
-            fix="give it more time with --timeout, or fewer steps with --steps.",
-        )
+        fix = "give it more time with --timeout, or fewer steps with --steps."
+        raise _refused(run, f"{run.name} did not end in time.", fix=fix)
+    took = run.plan.steps
+    is_cut = any(log.first(EndedByVerify) for log in run.ranks)
     # Not the ranks with steps: one rank may step for all of them.
     alone = [log.rank for log in run.ranks if log.of(BackwardBegun)]
-    if 0 < len(alone) < len(run.ranks) and any(log.first(EndedByVerify) for log in run.ranks):
-        took = run.plan.steps
+    if is_cut and 0 < len(alone) < len(run.ranks):
         raise _refused(
             run,
             f"in {run.name}, only {name_ranks(alone)} took the {took} steps that were watched.",
             why="these ranks may train something alone first, such as a teacher, while the others wait.",
             fix=f"watch the training that follows too, as with --steps {10 * took}.",
         )
-    # After the wanted steps the loaders are empty, which may make the script fail.
-    unfinished = [log for log in run.ranks if log.steps < run.plan.steps]
-    if any(log.first(EndedByVerify) for log in run.ranks):
+    if is_cut:
         return  # verification ended a rank, which may be why others failed
+    # After the planned steps the loaders are empty, which may make the script fail.
+    unfinished = [log for log in run.ranks if log.steps < took]
     failed = [log for log in unfinished if log.first(Failed)]
     if failed or (run.returncode and unfinished):
         raise _failure(run, failed)
@@ -94,11 +83,8 @@ def refuse(run: Run) -> None:
         raise _no_step(run)
     for log in unfinished:
         if not log.ended:
-            raise _refused(
-                run,
-                f"rank {log.rank} ended after {log.steps} of {run.plan.steps} steps without an error: "
-                "os._exit(), or an exit in native code.",
-            )
+            what = f"rank {log.rank} ended after {log.steps} of {took} steps without an error: "
+            raise _refused(run, what + "os._exit(), or an exit in native code.")
 
 
 def refuse_early_exit(run: Run) -> None:
@@ -118,11 +104,11 @@ def refuse_early_exit(run: Run) -> None:
         in_pass = not passes or isinstance(passes[-1], PassBegun | BatchGiven)
         if in_pass and exit_.in_loop:
             everywhere = all(each.of(ExitCalled) for each in run.ranks)
+            who = "every rank" if everywhere else f"rank {log.rank}"
             fix = "let the training reach its end"
             raise _refused(
                 run,
-                f"{'every rank' if everywhere else f'rank {log.rank}'} exits after {log.steps} of "
-                f"{run.plan.steps} steps, in {run.name}.",
+                f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
                 where=exit_.at,
                 why="sys.exit() was called during the training.",
                 fix=f"{fix}, or use --steps {log.steps}." if log.steps else f"{fix}.",
@@ -143,11 +129,10 @@ def refuse_other_steps(case: Case) -> None:
     planned = case.ordinary.plan.steps
     solo_steps = min(planned, case.solo.steps)
     steps = min(planned, case.ordinary.steps)
-    # Each rank takes its part of an epoch, which is rounded in each pass.
-    is_part = _PART * solo_steps <= steps * case.world_size and steps < solo_steps
-    # The ranks read other batches, and their loaders end by themselves.
-    shorter = is_part or case.ranks[0].training_loaders
-    if solo_steps != steps and not shorter:
+    # Each rank takes 1/N of a pass, rounded down, which is more than 1/(N + 1) of N * (N + 1) steps. With
+    # loaders, the ranks read other batches, and the loaders end by themselves.
+    is_part = steps < solo_steps <= steps * (case.world_size + 1)
+    if solo_steps != steps and not is_part and not case.ranks[0].training_loaders:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
             where=case.solo.ranks[0].of(OptimizerStepBegun)[-1].at,
@@ -164,48 +149,42 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     # A rank may have failed only because another one did.
     log = next((each for each in failed if not _is_follower(each)), failed[0])
     failure = log.first(Failed) or Failed()
-    error, message = failure.type, _message(failure)
     exit_ = log.first(ExitCalled) or ExitCalled(code=failure.code)
-    refused = log.first(NotBitwise)
-    if refused and refused.what == message:
-        return Refused(
-            f"--bitwise turns reproducible mode on, and it refused the training: {refused.what}",
-            where=refused.at,
-            why=refused.why,
-            fix="leave --bitwise out.",
-            output=[],
-        )
-    what = f"{error}: {message}" if error else f"sys.exit({exit_.code!r})"
-    where, why = failure.place, ""
+    error = f"{failure.type}: {_message(failure)}" if failure.type else f"sys.exit({exit_.code!r})"
+    what, where = f"the script failed in {run.name}: {error}", failure.place
+    why, fix = _own_file(log)
+    if not why and (known := recognise(error)):
+        why, fix = known.cause.why, known.cause.fix
     start = log.first(RankStarted) or RankStarted()
     group = log.first(GroupInitialised) or GroupInitialised()
     needs_nccl = "nccl" in str(group.backend) and not log.steps
     in_cuda = failure.module.startswith("torch.cuda")
     if failure.module.startswith(("paceline.audit", "paceline.verify")):
-        what = f"verification itself failed, which is a bug of paceline: {error}: {message}"
+        what = f"verification itself failed, which is a bug of paceline: {error}"
         fix = "report it with the script; the script is not known to be wrong."
     elif exit_.by == "argparse":
         what = "the script does not accept its arguments."
         fix = "options of `paceline verify` come before the script, its arguments after it."
-    elif error == "EOFError":
+    elif failure.type == "EOFError":
         what, why = "the script reads its standard input.", "it has none during verification."
         fix = "pass the value as an argument."
     elif not start.cuda_devices and (in_cuda or needs_nccl):
         what = "the script needs a GPU, and this host has none."
         where = group.at if needs_nccl else where
         fix = "use a host with a GPU, or choose the device with torch.cuda.is_available()."
-    elif (own := log.first(OwnFileRead)) is not None:
-        what = f"the script failed in {run.name}: {what}"
-        why, fix = _OWN_FILE.format(own.path, own.at), _NO_RESUME
-    else:
-        known = recognise(what)
-        why, fix = (known.cause.why, known.cause.fix) if known else ("", "")
-        if error == "AssertionError" and log.steps:
-            why = "verification sets a seed before each forward, and ends passes over the data early, which "
-            why += "may be the reason."
-            fix = "if the script passes under torchrun, take the assertion out, or watch fewer --steps."
-        what = f"the script failed in {run.name}: {what}"
+    elif run.plan.bitwise and failure.type == "ConfigError" and "reproducible" in error:
+        why, fix = "--bitwise turns reproducible mode on.", "leave --bitwise out."
     return _refused(run, what, where=where, why=why, fix=fix)
+
+
+def _own_file(log: RankLog) -> tuple[str, str]:
+    """The cause and the fix if the rank resumed from a file of an earlier run; empty if it did not."""
+    if (own := log.first(OwnFileRead)) is None:
+        return "", ""
+    return (
+        f"it read {own.path} at {own.at}, which an earlier run of this verification wrote.",
+        "turn off resuming or saving during verification, or give each run a folder of its own.",
+    )
 
 
 def _message(failure: Failed) -> str:
@@ -223,19 +202,19 @@ def _no_step(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
     log = none[0]
     who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
-    load, own = log.first(StateLoaded), log.first(OwnFileRead)
+    load, start = log.first(StateLoaded), log.first(ProcessStarted)
     exit_ = log.first(ExitCalled) or ExitCalled()
     where, fix = "", "give `paceline verify` a script that trains, with its arguments after it."
     if any(each.of(BackwardBegun) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
-    elif (start := log.first(ProcessStarted)) is not None:
+    elif start is not None:
         where, why = start.at, "it started a process there, and verify cannot watch what that does."
         fix = "train in the process that verify starts, as torchrun does, not in one that the script starts."
-    elif load is not None and own is not None:
-        where, why, fix = load.at, _OWN_FILE.format(own.path, own.at), _NO_RESUME
     elif load is not None:
         where, why = load.at, "it loaded a state there, and had nothing left to train."
         fix = "turn off resuming during verification."
+        if log.first(OwnFileRead):
+            why, fix = _own_file(log)
     elif not log.ended:
         why = "it called os._exit(), or another program took its place (os.exec)."
     elif exit_.at:  # else the end of the rank itself

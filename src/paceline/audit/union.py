@@ -15,12 +15,10 @@ others it uses its running statistics: with those of the batch, the gradient of 
 from __future__ import annotations
 
 import io
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from paceline.audit import evidence, saved_weights
+from paceline.audit import dropout, evidence, saved_weights
 from paceline.audit.digests import digest, reals_of
 from paceline.audit.events import LoaderSeen
 from paceline.audit.models import Models
@@ -37,12 +35,6 @@ from paceline.audit.run_plan import UNIONS, RunPlan
 from paceline.audit.saved_weights import numbers
 from paceline.parallel.modules import owned_parameters
 
-# The functions of torch.nn.functional with dropout: name and position of the probability.
-_DROPOUTS = {
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), ("p", 1)),
-    "feature_alpha_dropout": ("p", 1),
-    "scaled_dot_product_attention": ("dropout_p", 4),
-}
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # The resolution of TF32, in which GPUs may multiply numbers of float32.
 _TF32_EPS = 2.0**-10
@@ -197,7 +189,7 @@ class KeptSteps:
             self._save_or_load(step, number, model)
         if not trains:
             return
-        self._turn_dropout_off()
+        self._undo.append(dropout.turn_off())
         norms = [m for m in model.modules() if isinstance(m, _BATCHNORMS) and m.training]
         self._has_batchnorm |= bool(norms)
         for module in norms if step > 1 else ():
@@ -232,22 +224,6 @@ class KeptSteps:
         saved = [torch.load(p, map_location="cpu", weights_only=True) for p in found if p.exists()]
         if saved:
             saved_weights.load(model, saved)
-
-    def _turn_dropout_off(self) -> None:
-        """Until `_undo_all`: torch.jit.script cannot read a replaced function."""
-
-        def without(f: Any, argument: str, position: int, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > position:
-                return f(*args[:position], 0.0, *args[position + 1 :], **kwargs)
-            return f(*args, **{**kwargs, argument: 0.0})
-
-        for name, place in _DROPOUTS.items():
-            function = getattr(nn.functional, name)
-            for module in list(sys.modules.values()):
-                if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
-                    for own in [key for key, value in vars(module).items() if value is function]:
-                        setattr(module, own, partial(without, function, *place))
-                        self._undo.append(partial(setattr, module, own, function))
 
     def _undo_all(self) -> None:
         """Not right after the forward: a backward with checkpointing computes it again."""

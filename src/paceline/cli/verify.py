@@ -147,9 +147,7 @@ def parser() -> CommandParser:
         metavar="S",
         help="longest time for each run, in seconds (600)",
     )
-    ours.add_argument(
-        "--strict", action="store_true", help="faults with a small effect (notes) count as faults"
-    )
+    ours.add_argument("--strict", action="store_true", help="notes count as faults")
     ours.add_argument("--json", action="store_true", help="print the result as JSON")
     ours.add_argument(
         "--keep",

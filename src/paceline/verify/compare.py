@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -30,10 +30,6 @@ P = TypeVar("P", bound=PointEvent)
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
 _RTOL = 1e-3
-# A difference is relative to the size of the number, or to this part of the largest one so far if that is
-# more: a loss near zero has a large relative rounding error, in the first step too if its terms cancel out.
-_LEAST_SCALE = 1e-3
-_MAX_IDS = 5
 _BEFORE = "what was compared before was equal"
 _WHY = {
     "samples": "the ranks together did not get the samples of one process; in all earlier steps they did.",
@@ -62,7 +58,8 @@ class Difference:
     Attributes:
         quantity: A key of `_WHY`.
         name: The name of the parameter or the score.
-        values: The two values. For a tensor its norms, or its sums or digests if the norms are equal.
+        values: The two values. For samples, those of one run only. For a tensor its norms, or its sums or
+            digests if the norms are equal.
         relative: The relative difference; None for samples and missing tensors.
         step: The step in which the runs differ, from 1; for an evaluation the step before it; 0 at the start.
         counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
@@ -113,34 +110,61 @@ class Point:
     ranks: list[PointEvent]
 
     @property
-    def kind(self) -> str:
-        """ "start", "step" or "evaluation"."""
-        if self.of(Evaluated):
-            return "evaluation"
-        return "step" if self.of(TrainingStep) else "start"
+    def key(self) -> tuple[type, int, int]:
+        """What is equal for the same point of two runs."""
+        return type(self.ranks[0]), self.training, self.step
 
     def of(self, kind: type[P]) -> list[P]:
         """The events of the ranks, those of this kind."""
         return [event for event in self.ranks if isinstance(event, kind)]
 
-    @property
-    def ids(self) -> Counter[int]:
-        """The samples of a step over all ranks."""
-        return Counter(i for step in self.of(TrainingStep) for i in step.ids)
 
-    @property
-    def loss(self) -> float:
-        """The mean loss of a step; the ranks' sums are added in rank order."""
-        return sum(step.loss for step in self.of(TrainingStep)) / self._count
+def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Comparison:
+    """Compare runs on several numbers of processes with the first of them.
 
-    @property
-    def loss_size(self) -> float:
-        """The same of the absolute losses of the micro-batches, whose rounding the mean loss has."""
-        return sum(step.loss_size for step in self.of(TrainingStep)) / self._count
-
-    @property
-    def _count(self) -> float:
-        return sum(step.count for step in self.of(TrainingStep)) or 1.0
+    Args:
+        rtol: Relative difference that is allowed; None for `_RTOL`. Without effect with `bitwise`.
+        bitwise: Whether every bit must be equal.
+    """
+    sizes = [len(run.ranks) for run in runs]
+    one, *others = map(_points, runs)
+    trainings = runs[0].ranks[0].of(TrainingBuilt)
+    how = f"within a relative difference of {rtol or _RTOL:g}, with dropout off"
+    listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+    steps = sum(bool(point.of(TrainingStep)) for point in one)
+    compared = f"{steps} steps on {listed} processes, {'bitwise' if bitwise else how}"
+    evaluations = sum(bool(point.of(Evaluated)) for point in one)
+    result = Comparison("passed", compared, trainings[0].at, evaluations)
+    for size, other in zip(sizes[1:], others, strict=True):
+        if [point.key for point in one] != [point.key for point in other]:
+            why = (
+                f"the script makes {_made(one)} with {processes(sizes[0])} and {_made(other)} with {size}: "
+                "their number or order depends on the number of processes."
+            )
+            return replace(result, verdict="not seen", why=why)
+    no_values, no_scores = ([], []) if bitwise else _not_compared(runs, rtol)
+    result = replace(result, not_seen=no_values + no_scores)
+    search = _Search(
+        0.0 if bitwise else rtol or _RTOL,
+        with_values=not no_values,
+        with_scores=not result.not_seen,
+    )
+    for other in others:
+        for first, point in zip(one, other, strict=True):
+            difference = search.first_difference(first, point)
+            result = replace(result, equal=search.equal())
+            if difference is not None:
+                is_score = bool(first.of(Evaluated))
+                at = first.ranks[0].at if is_score else trainings[first.training].at
+                why = _WHY[difference.quantity]
+                return replace(result, verdict="fault", at=at, difference=difference, why=why)
+    if not no_values:
+        return result
+    why = "the losses and gradients were not compared, for the reason below."
+    # Reproducible training refuses sync_batchnorm.
+    if all(each.batchnorm != "synchronised" for each in runs[-1].ranks[0].of(TrainingBuilt)):
+        why += " --bitwise compares them."
+    return replace(result, verdict="not seen", why=why)
 
 
 def _points(run: Run) -> list[Point]:
@@ -153,123 +177,42 @@ def _points(run: Run) -> list[Point]:
     return found
 
 
-def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Comparison:
-    """Compare runs on several numbers of processes with the first of them.
-
-    Args:
-        rtol: Relative difference that is allowed; None for `_RTOL`. Without effect with `bitwise`.
-        bitwise: Whether every bit must be equal.
-    """
-    one, *others = runs
-    sizes = [run.plan.world_size for run in runs]
-    points = _points(one)
-    trainings = one.ranks[0].of(TrainingBuilt)
-    how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
-    listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
-    compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
-    steps = [step for run in runs for log in run.ranks for step in log.of(TrainingStep)]
-    if any(step.dropout_off for step in steps):
-        compared += ", with dropout turned off"
-    result = Comparison("passed", compared, trainings[0].at, _count(points, "evaluation"))
-    for run in others:
-        why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
-        if why:
-            return replace(result, verdict="not seen", why=why)
-    no_values, no_scores = ([], []) if bitwise else _not_compared(runs, rtol)
-    not_seen = no_values + no_scores
-    search = _Search(
-        0.0 if bitwise else (rtol or _RTOL),
-        with_values=not no_values,
-        with_scores=not not_seen,
-    )
-    for run in others:
-        for first, point in zip(points, _points(run), strict=True):
-            difference = search.first_difference(first, point)
-            if difference is not None:
-                at = (
-                    first.ranks[0] if point.kind == "evaluation" else trainings[first.training]
-                ).at
-                why = _WHY[difference.quantity]
-                found = replace(result, verdict="fault", at=at, difference=difference, why=why)
-                return replace(found, equal=search.equal(), not_seen=not_seen)
-        search.next_run()
-    result = replace(result, equal=search.equal(), not_seen=not_seen)
-    if not no_values:
-        return result
-    why = "the losses and gradients were not compared, for the reason below."
-    return replace(result, verdict="not seen", why=why)
-
-
-def _count(points: list[Point], kind: str) -> int:
-    return sum(point.kind == kind for point in points)
-
-
-def _why_not_comparable(one: list[Point], other: list[Point], count: int, other_count: int) -> str:
-    """Why two runs cannot be compared point by point; empty if they can."""
-    for kind in ("step", "evaluation"):
-        number, other_number = _count(one, kind), _count(other, kind)
-        if number != other_number:
-            return (
-                f"the script makes {number} {kind}{'s' * (number != 1)} with {processes(count)} and "
-                f"{other_number} with {other_count}: the number depends on the number of processes."
-            )
-    for x, y in zip(one, other, strict=True):
-        if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
-            return (
-                f"after step {x.step} the script continues with: {x.kind} on {processes(count)}, "
-                f"{y.kind} on {other_count}."
-            )
-    return ""
+def _made(points: list[Point]) -> str:
+    steps = sum(bool(point.of(TrainingStep)) for point in points)
+    scores = sum(bool(point.of(Evaluated)) for point in points)
+    return f"{steps} step{'s' * (steps != 1)} and {scores} evaluation{'s' * (scores != 1)}"
 
 
 def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
     """Why losses and gradients are not compared, and why evaluations are not."""
-    values, scores = [], []
     logs = [log for run in runs for log in run.ranks]
-    # From the last run, because one process does not synchronise.
-    norms = {training.batchnorm for training in runs[-1].ranks[0].of(TrainingBuilt)}
-    sizes = [_normalised_together(run) for run in runs]
-    # Reproducible training, which --bitwise turns on, refuses sync_batchnorm.
-    can_be_bitwise = "synchronised" not in norms
+    # Of the last run, because one process does not synchronise.
+    trainings = runs[-1].ranks[0].of(TrainingBuilt)
+    norms = {training.batchnorm for training in trainings}
+    normalised = {sum(log.first_forward.samples or 0 for log in run.ranks) for run in runs}
+    coarse = sorted({training.precision for training in trainings} - {"fp32"})
+    values, scores = [], []
     if any(e.drew for log in logs for e in log.of(ForwardEnded) if e.trains):
         values.append(
-            "losses and gradients: the forward draws random numbers (noise, or a dropout that is not "
-            "torch's), and the micro-batches of a step depend on the number of processes."
-            + " With --bitwise they do not."
-            * can_be_bitwise
+            "the forward draws random numbers (noise, or a dropout that is not torch's), and the "
+            "micro-batches of a step depend on the number of processes."
         )
-    if "local" in norms:
+    if "local" in norms or ("synchronised" in norms and len(normalised) > 1):
         values.append(
-            "losses and gradients: BatchNorm normalises each rank's micro-batch alone. sync_batchnorm "
-            "normalises over all ranks. With --bitwise the micro-batches do not depend on the number of "
-            "processes."
-        )
-    elif "synchronised" in norms and len(set(sizes)) > 1:
-        shown = ", ".join(
-            f"{n} on {processes(len(r.ranks))}" for n, r in zip(sizes, runs, strict=True)
-        )
-        values.append(
-            f"losses and gradients: BatchNorm normalises different numbers of samples together: {shown}. It "
-            "depends on the micro-batches: without micro_batch, each rank has one in a step."
+            "BatchNorm normalises over a micro-batch, and these depend on the number of processes. With "
+            "sync_batchnorm they are compared, if the first micro-batches of all ranks together are as "
+            "large as that of one process."
         )
     elif "synchronised" in norms and logs[0].of(Evaluated):
         scores.append(
             "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
             "rounding error."
         )
-    precisions = {training.precision for training in runs[0].ranks[0].of(TrainingBuilt)}
-    coarse = sorted(precisions - {"fp32"})
     if coarse and rtol is None:
         values.append(
-            f"losses and gradients: rounding in {' and '.join(coarse)} is coarse. Give the allowed "
-            f"difference with --rtol{', or use --bitwise' * can_be_bitwise}."
+            f"rounding in {' and '.join(coarse)} is coarse. --rtol gives the allowed difference."
         )
-    return values, scores
-
-
-def _normalised_together(run: Run) -> int:
-    """The samples of all ranks in their first forward of training."""
-    return sum(log.first_forward.samples or 0 for log in run.ranks)
+    return [f"losses and gradients: {why}" for why in values], scores
 
 
 class _Search:
@@ -288,10 +231,6 @@ class _Search:
         self._largest: dict[str, float] = {}
         self._scale: dict[tuple[int, str], float] = {}
 
-    def next_run(self) -> None:
-        """Begin the comparison with another run."""
-        self._scale.clear()
-
     def equal(self) -> list[str]:
         """How often each quantity was compared, and its largest difference."""
         lines = []
@@ -304,50 +243,54 @@ class _Search:
 
     def first_difference(self, one: Point, other: Point) -> Difference | None:
         """The first difference between two points, in the order of the script."""
-        found = next(self._differences(one, other), None)
+        if one.of(Evaluated):
+            found = next(self._evaluations(one, other), None)
+        else:
+            found = next(self._differences(one, other), None)
         if found is None:
             return None
-        return replace(
-            found, step=one.step, counts=found.counts or (len(one.ranks), len(other.ranks))
-        )
+        counts = found.counts or (len(one.ranks), len(other.ranks))
+        return replace(found, step=one.step, counts=counts)
 
     def _differences(self, one: Point, other: Point) -> Iterator[Difference]:
-        if one.kind == "evaluation":
-            yield from self._evaluations(one, other)
-            return
-        if one.kind == "step":
-            yield from self._samples(one, other)
-            if self._with_values:
-                sizes = one.loss_size, other.loss_size
-                yield from self._number(
-                    "loss", (one.loss, other.loss), training=one.training, sizes=sizes
-                )
-                grads = one.of(TrainingStep)[0].grads, other.of(TrainingStep)[0].grads
-                x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
-                yield from self._number("gradient norm", (x, y), training=one.training)
-                yield from self._tensors("gradient", *grads, by_value=self._bitwise)
-        params, others = one.of(WeightsAt)[0].params, other.of(WeightsAt)[0].params
-        for rank, event in enumerate(other.of(WeightsAt)[1:], 1):
-            for found in self._tensors("parameter of ranks", others, event.params):
+        steps, others = one.of(TrainingStep), other.of(TrainingStep)
+        if steps:
+            yield from self._samples(steps, others)
+        if steps and self._with_values:
+            losses = [sum(s.loss for s in each) / _count(each) for each in (steps, others)]
+            # The terms of a loss may cancel out; its rounding is that of the terms.
+            sizes = [sum(s.loss_size for s in each) / _count(each) for each in (steps, others)]
+            least = self._largest_so_far(one.training, "loss", *losses, *sizes)
+            yield from self._number("loss", losses[0], losses[1], least=least)
+            grads = steps[0].grads, others[0].grads
+            x, y = (math.hypot(*(g.norm for g in each.values())) for each in grads)
+            least = self._largest_so_far(one.training, "gradient norm", x, y)
+            yield from self._number("gradient norm", x, y, least=least)
+            yield from self._tensors("gradient", *grads, by_value=self._bitwise)
+        first, *rest = other.of(WeightsAt)
+        for rank, event in enumerate(rest, 1):
+            for found in self._tensors("parameter of ranks", first.params, event.params):
                 yield replace(found, counts=(0, rank))
-        for event in other.of(WeightsAt):
-            if not isinstance(event, TrainingStep):
+        params = one.of(WeightsAt)[0].params
+        if not steps:
+            for event in (first, *rest):
                 yield from self._tensors(
                     "weights at the start", params, event.params, rtol=self._rtol
                 )
-            elif self._with_values:
-                buffers = one.of(TrainingStep)[0].buffers
-                yield from self._tensors("parameter", params, event.params, by_value=self._bitwise)
-                yield from self._tensors("buffer", buffers, event.buffers, by_value=self._bitwise)
+        elif self._with_values:
+            for step in others:
+                yield from self._tensors("parameter", params, step.params, by_value=self._bitwise)
+                buffers = steps[0].buffers, step.buffers
+                yield from self._tensors("buffer", *buffers, by_value=self._bitwise)
 
-    def _samples(self, one: Point, other: Point) -> Iterator[Difference]:
-        ids = one.ids, other.ids
-        if not any(ids):
+    def _samples(self, one: list[TrainingStep], other: list[TrainingStep]) -> Iterator[Difference]:
+        x, y = (Counter(i for step in steps for i in step.ids) for steps in (one, other))
+        if not x and not y:
             return  # not recorded in either run, so nothing was compared
         self._times["samples of a step"] += 1
-        if ids[0] != ids[1]:
-            only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in (ids, ids[::-1])]
-            yield Difference("samples", "ids", (only[0], only[1]))
+        if x != y:
+            only = sorted((x - y).elements()), sorted((y - x).elements())
+            yield Difference("samples", "ids", only)
 
     def _evaluations(self, one: Point, other: Point) -> Iterator[Difference]:
         first = one.of(Evaluated)[0]
@@ -358,39 +301,29 @@ class _Search:
             if event.samples != samples:
                 yield Difference(quantity, "", (samples, event.samples))
             for name in first.values | event.values if self._with_scores else ():
-                x, y = (values.get(name, math.nan) for values in (first.values, event.values))
-                least = 0.0
-                if self._rtol and _is_share(x, samples) and _is_share(y, samples):
-                    # Rounding may change the prediction for one sample.
-                    least = 1 / (samples * self._rtol)
-                yield from self._number("evaluation", (float(x), float(y)), name=name, least=least)
+                x, y = (float(v.get(name, math.nan)) for v in (first.values, event.values))
+                # Rounding may change the prediction for one sample.
+                is_share = self._rtol and _is_share(x, samples) and _is_share(y, samples)
+                least = 1 / (samples * self._rtol) if is_share else 0.0
+                yield from self._number("evaluation", x, y, name=name, least=least)
+
+    def _largest_so_far(self, training: int, quantity: str, *numbers: float) -> float:
+        """A small loss, or gradient norm, has a rounding error relative to the larger ones before it."""
+        key = training, quantity
+        finite = [abs(x) for x in numbers if math.isfinite(x)]
+        self._scale[key] = max(self._scale.get(key, 0.0), *finite, 0.0)
+        return self._scale[key]
 
     def _number(
-        self,
-        quantity: str,
-        pair: tuple[float, float],
-        *,
-        training: int = 0,
-        name: str = "",
-        sizes: Iterable[float] = (),
-        least: float | None = None,
+        self, quantity: str, x: float, y: float, *, name: str = "", least: float = 0.0
     ) -> Iterator[Difference]:
-        """The difference of two numbers, relative to the larger one or to `least` if that is more.
-
-        By default, `least` is the part `_LEAST_SCALE` of the largest such number of the training so far, or
-        of the largest of `sizes`.
-        """
+        """The difference of two numbers, relative to the larger one or to `least` if that is more."""
         self._times[quantity] += 1
-        if least is None:
-            key = training, quantity
-            largest = max(self._scale.get(key, 0.0), *map(abs, pair), *sizes)
-            self._scale[key], least = largest, _LEAST_SCALE * largest
-        x, y = pair
         is_equal = x == y or (math.isnan(x) and math.isnan(y))
-        relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), least, 1e-30)
+        relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), least)
         self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
         if not relative <= self._rtol:
-            yield Difference(quantity, name, pair, relative)
+            yield Difference(quantity, name, (x, y), relative)
 
     def _tensors(
         self,
@@ -402,7 +335,7 @@ class _Search:
         by_value: bool = True,
     ) -> Iterator[Difference]:
         """The differences of tensors: of their names, and of their values unless `by_value` is False."""
-        for name in [*one, *(name for name in other if name not in one)]:
+        for name in one | other:
             if name not in one or name not in other:
                 present = [each[name].norm if name in each else None for each in (one, other)]
                 yield Difference(quantity, name, (present[0], present[1]))
@@ -415,6 +348,10 @@ class _Search:
                     pairs = [(x.norm, y.norm), (x.sum, y.sum), (x.digest, y.digest)]
                     shown = next(pair for pair in pairs if pair[0] != pair[1])
                     yield Difference(quantity, name, shown, relative)
+
+
+def _count(steps: list[TrainingStep]) -> float:
+    return sum(step.count for step in steps) or 1.0
 
 
 def _is_share(value: float, samples: int) -> bool:

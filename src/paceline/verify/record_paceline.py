@@ -9,21 +9,18 @@ stays on with `--bitwise`, where the micro-batches are the same on any number of
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from paceline.audit import dropout
 from paceline.audit.digests import digest, reals_of
 from paceline.audit.events import (
     Evaluated,
-    NotBitwise,
     Summary,
     TrainingBuilt,
     TrainingContinues,
@@ -36,7 +33,6 @@ from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
 from paceline.data.digest import plain
 from paceline.data.loader import Loader
-from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.mesh import Mesh
 from paceline.parallel.modules import owned_parameters, unwrap
@@ -46,22 +42,6 @@ from paceline.training.step import Step
 from paceline.training.training import Training
 
 _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-
-# The functions of torch.nn.functional with dropout: name, position and default of the probability.
-_DROPOUTS = {
-    **dict.fromkeys(
-        (
-            "dropout",
-            "dropout1d",
-            "dropout2d",
-            "dropout3d",
-            "alpha_dropout",
-            "feature_alpha_dropout",
-        ),
-        ("p", 1, 0.5),
-    ),
-    "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
-}
 
 
 def install(progress: Progress) -> None:
@@ -93,7 +73,6 @@ class PacelineHooks:
         self._gradients: dict[int, Summary] = {}
         self._loss_size = 0.0  # of this step; see `TrainingStep.loss_size`
         self._num_redirected = 0
-        self._is_dropout_off = False
         self._is_stopped = False  # whether a step of the current loop was the last by `Step.stop`
 
     def resolve(
@@ -116,17 +95,11 @@ class PacelineHooks:
         self._progress.uses_paceline = True
         # `verify` compares the ranks itself; the check of the training would stop the run.
         kwargs["desync_every"] = 0
-        turns_on = self._progress.plan.bitwise and not kwargs.get("reproducible")
         if self._progress.plan.bitwise:
             kwargs["reproducible"] = True
         elif not self._num_trainings:
-            self._turn_dropout_off()
-        try:
-            init(training, *args, **kwargs)
-        except ConfigError as error:
-            if turns_on and "reproducible" in str(error):  # other input may be wrong, too
-                self._recorder.write(NotBitwise(at=user_line(), what=error.what, why=error.why))
-            raise
+            dropout.turn_off()
+        init(training, *args, **kwargs)
         self._numbers[training] = self._num_trainings
         self._num_trainings += 1
         layers = [layer for model in training.models for layer in model.modules()]
@@ -138,36 +111,6 @@ class PacelineHooks:
                 batchnorm=_batchnorm(layers),
             )
         )
-
-    def _turn_dropout_off(self) -> None:
-        """Call the functions with dropout with probability 0 from now on, also those imported by name.
-
-        Not from the start, because torch.jit.script cannot read a replaced function.
-        """
-        for name, place in _DROPOUTS.items():
-            function = getattr(torch.nn.functional, name)
-            for module in list(sys.modules.values()):
-                if isinstance(module, ModuleType) and not module.__name__.startswith("torch._"):
-                    for own in [key for key, value in vars(module).items() if value is function]:
-                        intercept(own, functools.partial(self._without_dropout, *place), module)
-
-    def _without_dropout(
-        self,
-        argument: str,
-        position: int,
-        probability: float,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if len(args) > position:
-            probability = args[position]
-            args = (*args[:position], 0.0, *args[position + 1 :])
-        else:
-            probability = kwargs.get(argument, probability)
-            kwargs[argument] = 0.0
-        self._is_dropout_off = self._is_dropout_off or probability > 0
-        return function(*args, **kwargs)
 
     def steps(
         self,
@@ -223,7 +166,6 @@ class PacelineHooks:
                 params=_of_all_stages(training, _parameters(training)),
                 buffers=_of_all_stages(training, _buffers(training)),
                 grads=_of_all_stages(training, grads),
-                dropout_off=self._is_dropout_off,
             )
         )
         self._ids.clear()

@@ -85,43 +85,53 @@ def _failures(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _counted(passed: int, not_seen: int) -> str:
-    return f"{passed} check{'s' * (passed != 1)} passed, {not_seen} not seen"
+def _last_line(verdict: str, faults: int, notes: int, passed: int, not_seen: int) -> str:
+    counts = [
+        f"{number} {what}{'s' * (number != 1)}"
+        for number, what in ((faults, "fault"), (notes, "note"), (passed, "check"))
+    ]
+    return f"{verdict}{', '.join(counts)} passed, {not_seen} not seen"
 
 
 def report_comparison(
     found: Comparison, remarks: Sequence[str], runs: Sequence[Run] = ()
 ) -> VerifyResult:
     """The report of a script that uses paceline, of these runs."""
-    findings = []
     failures = _failures(runs)
-    last = _counted(len(found.equal), len(found.not_seen))
+    findings: list[str] = []
     if found.difference is not None:
-        findings, last = _difference(found.difference, found), f"1 fault found; {last}"
+        findings = _difference(found.difference, found)
     elif found.verdict == "not seen":
         findings = _finding(f"could not be verified: {found.why}", where=found.at)
     elif failures:
-        found, last = replace(found, verdict="not seen", why=failures[0]), f"a run failed; {last}"
-    elif not found.evaluations:
-        last += "; no evaluation by Paceline was reached"
+        found = replace(found, verdict="not seen", why=failures[0])
     lines = [*findings, f"compared: {found.compared}"]
     lines += _section("passed", found.equal) + _section("not seen", found.not_seen)
+    faults = int(found.difference is not None)
+    last = _last_line(
+        "a run failed; " * bool(failures), faults, 0, len(found.equal), len(found.not_seen)
+    )
+    if not found.evaluations:
+        last += "; no evaluation by Paceline was reached"
     facts = {"kind": "paceline", **asdict(found)}
     return _result(_CODES[found.verdict], lines, [*remarks, *failures], last, facts)
 
 
 def _difference(found: Difference, comparison: Comparison) -> list[str]:
     one, other = found.counts
-    what = f"{found.quantity} {found.name}".strip()
     a, b = (
-        ", ".join(map(str, v)) or "none" if isinstance(v, list) else repr(v) for v in found.values
+        ", ".join(map(str, v[:5])) + ", ..." * (len(v) > 5) or "none"
+        if isinstance(v, list)
+        else repr(v)
+        for v in found.values
     )
     if found.quantity == "parameter of ranks":
         what = f"parameter {found.name} differs between rank {one} and rank {other}."
         shown = f"{a} on rank {one}, {b} on rank {other}"
     else:
         verb = "differ" if found.quantity == "samples" else "differs"
-        what = f"{what} {verb} between {one} and {other} processes."
+        name = f"{found.quantity} {found.name}".strip()
+        what = f"{name} {verb} between {one} and {other} processes."
         shown = f"{a} on {processes(one)}, {b} on {other}"
     if found.relative is not None:
         shown += f"; relative difference {found.relative:.3g}"
@@ -142,32 +152,21 @@ def report_audits(audits: Sequence[AuditResult], remarks: Sequence[str]) -> Veri
         if len(audits) > 1:
             lines.append(f"--- {each.case.world_size} processes ---")
         lines += _audit_lines(each)
+    failures = _failures([audits[0].case.solo, *(each.case.ordinary for each in audits)])
+    # A fault that several numbers of processes have is one fault.
     faults = {name for each in audits for name in each.faults}
-    notes = {name for each in audits for name in each.notes}
-    not_seen = [judged for each in audits for judged in each.of(NotJudged).items()]
-    open_ = {name for name, why in not_seen if why.is_open}
-    runs = [audits[0].case.solo, *(each.case.ordinary for each in audits)]
-    failures = _failures(runs)
+    notes = {name for each in audits for name in each.notes} - faults
     passed = sum(len(each.of(NoFault)) for each in audits)
-    parts = [_counted(passed, len(not_seen))]
+    not_seen = sum(len(each.of(NotJudged)) for each in audits)
     code = ExitCode.OK
-    if notes:
-        parts.insert(0, f"notes: {', '.join(sorted(notes))}")
-    if open_:
-        code = ExitCode.NOT_JUDGED
-        parts.insert(0, f"may be right or wrong: {', '.join(sorted(open_))}")
     if failures:
         code = ExitCode.NOT_JUDGED
-        parts.insert(0, "a run failed")
     if faults:
         code = ExitCode.FAILED
-        names = ", ".join(sorted(faults))
-        parts.insert(0, f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {names}")
-    last = "; ".join(parts)
-    remarks = [*remarks, *failures]
-    steps = max(each.case.ordinary.plan.steps for each in audits)
+    last = _last_line("a run failed; " * bool(failures), len(faults), len(notes), passed, not_seen)
+    steps = audits[0].case.ordinary.plan.steps
     facts = {"kind": "audit", "steps": steps, "audits": [_audit_facts(each) for each in audits]}
-    return _result(code, lines, remarks, last, facts)
+    return _result(code, lines, [*remarks, *failures], last, facts)
 
 
 def _audit_lines(audit: AuditResult) -> list[str]:
@@ -218,5 +217,5 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 def _result(
     code: int, lines: list[str], remarks: Sequence[str], last: str, facts: dict[str, Any]
 ) -> VerifyResult:
-    lines = [*lines, *(f"remark: {each}" for each in remarks), *([last] if last else [])]
+    lines = [*lines, *(f"remark: {each}" for each in remarks), last]
     return VerifyResult(code, lines, facts | ({"remarks": list(remarks)} if remarks else {}))
