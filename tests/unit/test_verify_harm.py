@@ -30,7 +30,6 @@ from paceline.audit.events import (
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
-    NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -51,7 +50,6 @@ from paceline.audit.progress import Progress
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
-from paceline.audit.rules.evaluation import evaluated_twice
 from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import schedule_speed
@@ -308,64 +306,6 @@ def test_uneven_use_may_be_a_consequence_of_equal_shards(monkeypatch: pytest.Mon
     ]
     monkeypatch.setattr("paceline.audit.audit.RULES", rules)
     assert _faults([], []) == ["no shards"]
-
-
-# What is evaluated
-
-
-def _evaluates(ids: list[int], score: float) -> list[Event]:
-    return [
-        LoaderSeen(loader="v"),
-        PassBegun(loader="v"),
-        BatchGiven(loader="v", ids=ids),
-        ForwardEnded(evaluation=1, at="t.py:9", rows=ids, samples=len(ids)),
-        NumberRead(value=score, evaluation=1, at="t.py:10"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("solo", "ranks", "found"),
-    [
-        ([0, 1, 2, 3, 4], [[0, 1, 2], [3, 4, 0]], Finding),  # a padded shard
-        ([0, 1, 2, 3, 4], [[7, 1, 2], [3, 7, 5]], NotJudged),  # each rank draws a part of its own
-    ],
-)
-def test_parts_that_ranks_draw_are_no_padded_shards(
-    solo: list[int], ranks: list[list[int]], found: type
-) -> None:
-    judged = evaluated_twice(
-        case(*[_evaluates(ids, 0.5) for ids in ranks], solo=_evaluates(solo, 0.5))
-    )
-    assert isinstance(judged, found), judged
-
-
-def _validates(ids: range, *, counts: list[float], by: str) -> list[Event]:
-    """Evaluates these samples, and reduces or gathers counts of right answers and of samples."""
-    share = NumberRead(value=counts[0] / counts[1], evaluation=1, at="t.py:12")
-    call = CollectiveBegun(op=by, evaluation=1, shape=[2 if by == "all_reduce" else 100])
-    done = CollectiveEnded(values=counts if by == "all_reduce" else None)
-    return [*_evaluates([*ids], 0.5)[:-1], call, done, share]
-
-
-@pytest.mark.parametrize("by", ["all_reduce", "all_gather"])
-@pytest.mark.parametrize(
-    ("right", "count", "found"),
-    [(9000, 20000, Finding), (9001, 20000, Finding), (9000, 19999, NoFault)],
-)
-def test_one_padded_sample_of_many_is_a_note(right: int, count: int, found: type, by: str) -> None:
-    solo = _validates(range(19999), counts=[9000.0, 19999.0], by=by)
-    ranks = [
-        _validates(part, counts=[float(right), float(count)], by=by)
-        for part in (range(10000), range(9999, 19999))
-    ]
-    judged = evaluated_twice(case(*ranks, solo=solo, union=True))
-    assert isinstance(judged, found), judged
-    if isinstance(judged, Finding):
-        assert judged.is_note
-        assert judged.effect == "0.005% of the evaluated samples count twice"
-        strict = judge(case(*ranks, solo=solo, union=True), strict=True)["evaluated twice"]
-        assert isinstance(strict, Finding)
-        assert not strict.is_note
 
 
 def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

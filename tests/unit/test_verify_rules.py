@@ -42,7 +42,6 @@ from paceline.audit.events import (
     ForwardBegun,
     ForwardEnded,
     LoaderSeen,
-    NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -63,7 +62,6 @@ from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
-from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
 from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import schedule_of_rank, schedule_speed
@@ -272,35 +270,6 @@ def test_the_shards_of_a_later_pass(solo: Any, second: list[Any], found: type) -
     assert isinstance(judge(ended=False), NoFault)
 
 
-def _evaluation(rows: str, *after: Event) -> list[Event]:
-    digests = [ord(row) for row in rows]
-    forward = ForwardEnded(at="t.py:7", steps_done=3, evaluation=1, rows=digests, samples=len(rows))
-    return [forward, *after]
-
-
-def _read(value: float, line: int = 9) -> NumberRead:
-    return NumberRead(at=f"t.py:{line}", value=value, evaluation=1)
-
-
-def test_a_metric_of_one_rank_is_a_note() -> None:
-    parts = [
-        [BatchGiven(loader="valid"), *_evaluation(rows, *read)]
-        for rows, read in (("abc", [_read(1 / 3)]), ("de", []))
-    ]
-    judged = metric_of_one_rank(case(*parts))
-    assert isinstance(judged, Finding)
-    assert judged.is_note
-    assert (judged.at, judged.effect) == ("t.py:9", "60% of the samples are in the metric")
-    reduced = [_evaluation(r, replace(call("all_reduce", 8), evaluation=1)) for r in ("abc", "de")]
-    assert isinstance(metric_of_one_rank(case(*reduced)), NoFault)
-    assert isinstance(metric_of_one_rank(case(parts[0], parts[0])), NoFault)
-    # Such as by `.tolist()`, which is not recorded; or the samples that a training plays.
-    for read in ([], [_read(1 / 3)]):
-        for rows in (("abc", "de"), ("abc", "de", "f")):
-            unseen = metric_of_one_rank(case(*[_evaluation(each, *read) for each in rows]))
-            assert isinstance(unseen, NotJudged)
-
-
 @pytest.mark.parametrize("differ", [False, True])
 def test_weights_that_no_model_uses_are_not_called_equal(differ: bool) -> None:
     steps = [OptimizerStepEnded(step=1, params={"w": weight}) for weight in (1, 1 + differ)]
@@ -326,28 +295,6 @@ def test_buffers_may_be_made_equal_before_an_evaluation_that_was_not_seen(
     last: list[Event] = [TrainingContinues()] * continues
     ranks = [[ForwardEnded(trains=True, buffers={"mean": rank}), *last] for rank in range(2)]
     assert isinstance(different_buffers(case(*ranks)), found)
-
-
-@pytest.mark.parametrize(
-    ("solo", "value", "found"),
-    [
-        (0.8, 0.8, NoFault),
-        (0.8, 0.4, Finding),  # 4 and 2 of 5 samples
-        (0.8, 0.83, NoFault),  # a small difference
-        (0.8123, 0.4321, NotJudged),  # no share of 5 samples: it may be a time
-        (8, 4, NoFault),  # such as a number of batches
-    ],
-)
-def test_numbers_after_a_gather_are_those_of_one_process(
-    solo: float, value: float, found: type
-) -> None:
-    gather = replace(call("all_gather", 8), evaluation=1, shape=[3])
-    parts = [_evaluation(rows, gather, _read(value)) for rows in ("abc", "de")]
-    whole = _evaluation("abcde", _read(solo))
-    judged = misordered_gather(beside_union(whole, *parts))
-    assert isinstance(judged, found)
-    if isinstance(judged, Finding):
-        assert judged.effect == "the metric changes by 50.00%"
 
 
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
@@ -402,107 +349,6 @@ def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type
     assert isinstance(judged, found)
     if isinstance(judged, Finding):
         assert judged.effect == "the metric differs between ranks by 16.67%"
-
-
-@pytest.mark.parametrize(
-    ("solo", "each", "found"),
-    [(8.0, (9.0, 9.0), Finding), (8.0, (8.004, 8.004), NotJudged), (8.0, (8.0, 8.0), NoFault)],
-)
-def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found: type) -> None:
-    def ranks(own: list[tuple[float, float]]) -> list[list[Event]]:
-        reduced = replace(call("all_reduce", 8), evaluation=1, reduce="AVG")
-        return [
-            _evaluation("abc", replace(reduced, values=[value]), CollectiveEnded(values=[result]))
-            for value, result in own
-        ]
-
-    parts = ranks([(7.9, each[0]), (8.1, each[1])])
-    (whole,) = ranks([(solo, solo)])
-    judged = averaged_metric(beside_union(whole, *parts))
-    assert isinstance(judged, found)
-    if isinstance(judged, Finding):
-        assert judged.is_note
-        assert judged.effect == "the metric changes by 12.50%"
-
-
-@pytest.mark.parametrize(("widths", "found"), [((18.0, 8.0), NoFault), ((0.8, 0.5), Finding)])
-def test_the_sizes_of_tensors_are_no_metric(widths: tuple[float, float], found: type) -> None:
-    """Ranks that pad their predictions gather their shapes before."""
-
-    def gathers(*own: float) -> list[list[Event]]:
-        gathered = replace(call("all_gather", 8), evaluation=1, group=list(range(len(own))))
-        return [
-            _evaluation(
-                "ab"[: 3 - len(own)], replace(gathered, values=[x]), CollectiveEnded(values=[*own])
-            )
-            for x in own
-        ]
-
-    parts = gathers(*widths)
-    (whole,) = gathers(widths[0])
-    judged = averaged_metric(beside_union(whole, *parts))
-    assert isinstance(judged, found), judged
-
-
-@pytest.mark.parametrize(
-    ("after_step", "is_open"),
-    [(19, True), (20, False)],  # verification may cut the evaluation after the 20 watched steps
-)
-def test_evaluations_with_different_numbers_of_reductions(after_step: int, is_open: bool) -> None:
-    number = 100 * after_step + 1
-    reduced = replace(call("all_reduce", 8), evaluation=number, reduce="SUM", values=[3.0])
-    one = [
-        replace(event, evaluation=number) if isinstance(event, ForwardEnded) else event
-        for event in _evaluation("abc", reduced, CollectiveEnded(values=[3.0]))
-    ]
-    twice = [*one, reduced, CollectiveEnded(values=[0.0])]
-    judged = averaged_metric(beside_union(one, twice, twice))
-    assert isinstance(judged, NotJudged)
-    assert judged.is_open is is_open
-
-
-@pytest.mark.parametrize(
-    ("times", "score", "found"),
-    [(1, 3.0, Finding), (1, 4.0, NoFault), (100, 3.0, NoFault)],  # of 500 samples: a time
-)
-def test_a_mean_of_scores_weighted_by_samples(times: int, score: float, found: type) -> None:
-    """A sum of n * AUC beside the sum of n; a small sum beside many samples is no score."""
-
-    def evaluated(own: float, total: float, samples: str) -> list[Event]:
-        reduced = replace(call("all_reduce", 8), evaluation=1, reduce="SUM")
-        values = [float(len(samples) * times), own]
-        ended = CollectiveEnded(values=[5.0 * times, total])
-        return _evaluation(samples * times, replace(reduced, values=values), ended)
-
-    whole = evaluated(4.0, 4.0, "abcde")
-    parts = [evaluated(score / 2, score, rows) for rows in ("abc", "de")]
-    judged = averaged_metric(beside_union(whole, *parts))
-    assert isinstance(judged, found), judged
-    assert not isinstance(judged, Finding) or judged.is_note
-
-
-@pytest.mark.parametrize(
-    ("own", "results", "found"),
-    [
-        ([0.5, 0.2], [[0.7]], Finding),  # means of 3 and 2 samples; 0.38 on one process
-        ([0.38, 0.38], [[0.76]], NoFault),
-        ([0.9, 0.3], [[1.2]], NotJudged),  # such as an F1 score
-        ([2.0, 1.0], [[3.0, 5.0]], NoFault),  # with the number of samples
-        ([2.0, 1.0], [[3.0], [5.0]], NoFault),  # in a call of its own
-    ],
-)
-def test_a_reduction_that_one_process_does_not_enter(
-    own: list[float], results: list[list[float]], found: type
-) -> None:
-    parts = []
-    for rows, x in zip(("abc", "de"), own, strict=True):
-        begun = replace(call("all_reduce", 8), evaluation=1, values=[x])
-        calls = [event for each in results for event in (begun, CollectiveEnded(values=each))]
-        parts.append(_evaluation(rows, *calls, _read(0.1)))
-    whole = _evaluation("abcde", _read(0.0, 5), _read(1.0, 5), _read(0.38))
-    judged = averaged_metric(beside_union(whole, *parts))
-    assert isinstance(judged, found), judged
-    assert not isinstance(judged, NotJudged) or judged.is_open
 
 
 @pytest.mark.parametrize("lines", [(8, 9), (9, 8)])
@@ -705,29 +551,6 @@ def test_ranks_with_a_sampler_for_all_of_them_train_one_model(parts: int, found:
     assert isinstance(changed_outside(case(trains(0), trains(1))), found)
 
 
-def _used(*rows: int, model: int = 0) -> ForwardEnded:
-    return ForwardEnded(evaluation=1, model=model, samples=len(rows), rows=list(rows))
-
-
-@pytest.mark.parametrize(
-    ("events", "ids"),
-    [
-        ([_given(0, 1), _used(7, 8), _given(2, 3), _used(8, 9)], [0, 1, 2, 3]),
-        # The loader is one batch ahead.
-        ([_given(0, 1), _given(2, 3), _used(7, 8), _used(8, 9)], [0, 1, 2, 3]),
-        ([_given(0, 1), _given(2), _used(7), _used(7, model=1), _given(3), _used(8)], [0, 1, 2]),
-        # Several models, or parts of a batch.
-        ([_given(0, 1), _used(7, 8), _used(7, 8, model=1)], [0, 1]),
-        ([_given(0, 1), _used(7), _used(8)], [0, 1]),
-        # The script leaves batches out.
-        ([_given(0), _given(1), _given(2), _used(9)], [2]),
-    ],
-)
-def test_the_samples_of_an_evaluation(events: list[Event], ids: list[int]) -> None:
-    evaluation = RankLog(0, events, []).evaluations[1]
-    assert evaluation.rows == {("val", 0): ids}
-
-
 # `group`: how many batches are fetched before their backwards.
 @pytest.mark.parametrize(
     ("skipped", "group", "used"), [(0, 1, 7), (1, 1, 7), (3, 1, 4), (0, 2, 7), (1, 2, 7), (3, 2, 4)]
@@ -739,18 +562,6 @@ def test_batches_that_a_resume_skips_are_not_used(skipped: int, group: int, used
         if number >= skipped and (number + 1 - skipped) % group == 0:
             events += [ForwardBegun(), ForwardEnded(trains=True), BackwardBegun(at="t.py:3")]
     assert len(_used_batches(RankLog(0, events, []))) == used
-
-
-def test_a_gather_of_a_value_for_each_sample_is_no_metric() -> None:
-    def gathered(size: int) -> list[Event]:
-        begun = replace(call("all_gather", 4), evaluation=1, shape=[size])
-        return [_given(0, 1, 2), _used(7, 8, 9), begun, CollectiveEnded(values=[1.0] * size)]
-
-    of_samples, metric = (RankLog(0, gathered(n), []).evaluations[1] for n in (3, 2))
-    assert of_samples.gathers_samples
-    assert of_samples.metric_calls == []
-    assert not metric.gathers_samples
-    assert len(metric.metric_calls) == 1
 
 
 @pytest.mark.parametrize("failing", ["solo", "ordinary"])

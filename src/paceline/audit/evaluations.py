@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,19 +19,17 @@ from paceline.audit.events import (
 # Only tensors of up to this many values are metrics, whose values are recorded.
 MAX_METRIC_VALUES = 16
 MAX_SUMS = 1024  # the same for reductions: one may be of a confusion matrix
-_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 _EVALUATIONS_PER_STEP = 100
-# A loader may be asked for one batch more than the script has used, as by Accelerate.
-_MAX_AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
 class MetricCall:
-    """A call that reduced small values, or gathered those of each rank."""
+    """A call that reduced or gathered a few values."""
 
-    call: CollectiveBegun
-    results: list[float]  # those of a gather are summed over the ranks
+    begun: CollectiveBegun
+    results: list[float]
+    samples: int  # those that this rank evaluated for it
 
 
 def first_evaluation(steps: int) -> int:
@@ -47,21 +44,22 @@ def first_evaluation(steps: int) -> int:
 class Evaluation:
     """What a rank did from a forward without gradient to the next forward or backward of training."""
 
-    # What was evaluated, by loader and pass: indices, or else contents. A batch that several models are given
-    # counts once.
-    rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    num_samples: int = 0  # the samples before the first collective
-    collectives: list[CollectiveBegun] = field(default_factory=list)
-    gathers_samples: bool = False  # whether it gathers a value for each sample, such as predictions
-    metric_calls: list[MetricCall] = field(default_factory=list)
+    at: str = ""  # the line of the first forward
+    steps_done: int = 0
+    # What was evaluated, by loader: the indices of its batches. Without them, the digests of the inputs.
+    rows: dict[str, list[Any]] = field(default_factory=dict)
+    forwards: int = 0
+    exchanges: bool = False  # whether something was reduced or gathered
+    gathers: bool = False
+    calls: dict[str, list[MetricCall]] = field(default_factory=dict)  # by line
     # By line, the numbers that the script took: those after the first gather; without one, after the first
-    # collective; without any, all.
+    # reduction; without any, all.
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
     @property
-    def gathers(self) -> list[CollectiveBegun]:
-        """The collectives that gather."""
-        return [event for event in self.collectives if "gather" in event.op]
+    def samples(self) -> list[Any]:
+        """What was evaluated of all loaders."""
+        return [(loader, row) for loader, rows in self.rows.items() for row in rows]
 
 
 class EvaluationReader:
@@ -69,28 +67,29 @@ class EvaluationReader:
 
     Args:
         training_loaders: The loaders whose batches the script trains on.
-        trained: The digests of the rows that the script trained on.
     """
 
-    def __init__(self, training_loaders: Collection[str], trained: Collection[int]) -> None:
-        self._training_loaders, self._trained = training_loaders, frozenset(trained)
+    def __init__(self, training_loaders: Collection[str]) -> None:
+        self._training_loaders = training_loaders
         self._found: defaultdict[int, Evaluation] = defaultdict(Evaluation)
-        self._unused: deque[BatchGiven] = deque()  # batches that no model was given yet
-        self._is_new = False  # whether a batch came since the latest forward
-        self._batch: BatchGiven | None = None  # the one that a model was given last
-        self._model: int | None = None  # the first model that was given it
+        self._batches: list[BatchGiven] = []  # those since the latest forward
+        self._has_ids = False  # whether the latest batches of an evaluation have indices
         self._in_training = False  # whether the latest batch is one of the training
-        self._samples: int | None = None  # of the latest forward
         self._call: CollectiveBegun | None = None
-        self._is_of_samples = False  # whether the latest call gathers values of each sample
+        self._samples = 0  # those that were evaluated for the latest call
+        self._is_used = True  # whether a call came after the latest forward
 
     def read(self, events: Iterable[Event]) -> dict[int, Evaluation]:
         """The evaluations, by number."""
         for event in events:
             if isinstance(event, BatchGiven):
-                self._on_batch(event)
+                self._in_training = event.loader in self._training_loaders
+                self._batches += [event] * (not self._in_training)
             elif isinstance(event, CollectiveBegun):
-                self._on_call(event)
+                is_exchange = "reduce" in event.op or "gather" in event.op
+                self._call = event if is_exchange else None
+                if is_exchange and event.evaluation is not None:
+                    self._on_exchange(self._found[event.evaluation], "gather" in event.op)
             elif isinstance(event, CollectiveEnded):
                 self._on_result(event.values or [])
             elif isinstance(event, NumberRead) and not self._in_training:
@@ -100,62 +99,34 @@ class EvaluationReader:
                 self._on_forward(event)
         return dict(self._found)
 
-    def _on_batch(self, event: BatchGiven) -> None:
-        last = self._unused[-1] if self._unused else event
-        if (last.loader, last.pass_number) != (event.loader, event.pass_number):
-            self._unused.clear()
-        self._unused.append(event)
-        self._is_new = True
-        if len(self._unused) > _MAX_AHEAD:  # the script leaves batches out
-            self._unused = deque([event])
-        self._in_training = event.loader in self._training_loaders
-
-    def _on_call(self, event: CollectiveBegun) -> None:
-        self._call = event
-        if event.evaluation is None:
-            return
-        evaluation = self._found[event.evaluation]
-        gathers = "gather" in event.op
-        if not evaluation.gathers and (gathers or not evaluation.collectives):
+    def _on_exchange(self, evaluation: Evaluation, gathers: bool) -> None:
+        if not evaluation.gathers and (gathers or not evaluation.exchanges):
             evaluation.numbers.clear()
-        evaluation.collectives.append(event)
-        values = max(event.items, math.prod(event.shape))
-        is_one_each = event.shape[:1] == [self._samples]
-        self._is_of_samples = gathers and (values > MAX_METRIC_VALUES or is_one_each)
-        evaluation.gathers_samples |= self._is_of_samples
+        evaluation.exchanges = True
+        evaluation.gathers |= gathers
+        self._is_used = True
 
     def _on_result(self, results: list[float]) -> None:
         call = self._call
-        if call is None or call.evaluation is None or self._is_of_samples:
-            return
-        gathers = "gather" in call.op
-        most = MAX_METRIC_VALUES if gathers else MAX_SUMS
-        if 0 < len(results) <= most and call.op in _REDUCTIONS:
-            if gathers:
-                length = len(results) // max(len(call.group), 1)
-                results = [sum(results[k::length]) for k in range(length)]
-            self._found[call.evaluation].metric_calls.append(MetricCall(call, results))
+        if call is not None and call.evaluation is not None and call.values:
+            calls = self._found[call.evaluation].calls
+            calls.setdefault(call.at, []).append(MetricCall(call, results, self._samples))
 
     def _on_forward(self, event: ForwardEnded) -> None:
-        # The next batch, if one came since the latest forward. Or if the model of that forward gets another
-        # one of the batches that were fetched ahead; another model may be given the same batch.
-        if self._unused and (self._is_new or self._model == event.model):
-            self._batch, self._model = self._unused.popleft(), None
-        self._is_new = False
+        batches, self._batches = self._batches, []
         if event.evaluation is None:
             return
-        own, rows, batch = self._found[event.evaluation], event.rows or [], self._batch
-        self._in_training, self._samples = False, event.samples
-        own.num_samples += 0 if own.collectives else event.samples or 0
-        if batch is not None and batch.loader in self._training_loaders and rows:
-            if self._trained.intersection(rows):
-                return  # a teacher's forward, or a metric on training samples
-            batch = self._batch = None
-        ids = batch.ids if batch is not None else None
-        # A batch counts once: for the model that gets it first. That model may get it in parts, each with its
-        # own rows; with indices, the first part has those of the whole batch.
-        is_again = self._model is not None and (self._model != event.model or ids)
-        if rows and not (batch is not None and is_again):
-            self._model = event.model if batch is not None else None
-            key = (batch.loader, batch.pass_number) if batch is not None else ("", 0)
-            own.rows.setdefault(key, []).extend(ids or rows)
+        own, self._in_training = self._found[event.evaluation], False
+        if not own.forwards:
+            own.at, own.steps_done = event.at, event.steps_done
+            self._has_ids, self._is_used = False, True
+        own.forwards += 1
+        self._samples = (0 if self._is_used else self._samples) + (event.samples or 0)
+        self._is_used = False
+        # The loader may be ahead of the models; several models, or one in parts, may get a batch.
+        if batches:
+            self._has_ids = all(batch.ids for batch in batches)
+        for batch in batches if self._has_ids else ():
+            own.rows.setdefault(batch.loader, []).extend(batch.ids or ())
+        if not self._has_ids:
+            own.rows.setdefault("", []).extend(event.rows or ())

@@ -170,8 +170,6 @@ class CollectiveBegun(EventInStep):
     # The ranks; empty if this rank is not one of them, or no group exists yet.
     group: list[int] = field(default_factory=list)
     reduce: str = ""  # the operation, such as "SUM"
-    shape: list[int] = field(default_factory=list)  # the shape of the first tensor
-    items: int = 0  # how many numbers and texts an object has
     values: list[float] | None = None  # those of a tensor; None if it is too large to be a metric
     evaluation: int | None = None  # the number of the evaluation; None in training
 

@@ -81,6 +81,8 @@ class TrainingLoaders:
         self._unused: list[str] = []  # the loaders of the batches since the latest forward
         self._used = False
         self._times: Counter[str] = Counter()
+        # Loaders whose batches are evaluated. If the script leaves such a pass, its latest batch is unused.
+        self._evaluated: set[str | None] = set()
 
     def on_batch(self, loader: str) -> None:
         """Note a batch."""
@@ -93,9 +95,13 @@ class TrainingLoaders:
         """Note a forward: the batches before it are used."""
         self._used = True
 
+    def on_evaluation(self) -> None:
+        """Note a forward of an evaluation."""
+        self._evaluated.add(self.last)
+
     def on_backward(self) -> None:
         """Note a backward."""
-        self._times.update(set(self._unused))
+        self._times.update(set(self._unused) - self._evaluated)
         for name in self._unused:
             if name == self.last or self._times[name] > 1:
                 self.names[name] = None
@@ -306,8 +312,7 @@ class RankLog:
     @cached_property
     def evaluations(self) -> dict[int, Evaluation]:
         """The evaluations, by number."""
-        trained = {row for event in self.training_forwards for row in event.rows or ()}
-        return EvaluationReader(self.training_loaders, trained).read(self.events)
+        return EvaluationReader(self.training_loaders).read(self.events)
 
     @cached_property
     def training_batches(self) -> list[BatchGiven]:
@@ -323,6 +328,8 @@ class RankLog:
                 found.on_batch(event.loader)
             elif isinstance(event, ForwardBegun):
                 found.on_forward()
+            elif isinstance(event, ForwardEnded) and event.evaluation is not None:
+                found.on_evaluation()
             elif isinstance(event, BackwardBegun):
                 found.on_backward()
         return list(found.names)

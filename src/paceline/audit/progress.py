@@ -146,13 +146,17 @@ class Progress:
         so does one between a forward of training and its backward. After the step, and before the next
         batch, it is an evaluation.
         """
-        if self._awaits_backward or self.evaluation is not None:
+        if self.evaluation is not None:
+            self._loaders.on_evaluation()
+            return False
+        if self._awaits_backward:
             return False
         is_on_training_batch = self._loaders.last in self.training_loaders and self.loaders_of_step
         if not of_trained and is_on_training_batch:
             return False
         self.evaluation = max(self._last_evaluation + 1, first_evaluation(self.steps))
         self._last_evaluation = self.evaluation
+        self._loaders.on_evaluation()
         if self.is_over:
             # In a file, because after an evaluation on one rank the other ranks must end too.
             self._evaluated_after.touch()

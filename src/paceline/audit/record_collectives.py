@@ -89,8 +89,6 @@ class CollectiveHooks:
                 evaluation=self._progress.evaluation,
                 group=_ranks(given.get("group")),
                 reduce=str(given.get("op", "SUM")).rsplit(".", 1)[-1],
-                shape=list(tensors[0].shape) if tensors else [],
-                items=_items(given.get("obj")),
                 values=_values([given["tensor"]] if "tensor" in given else [], most),
             )
             with self._recorder.span(begun, CollectiveEnded) as found:
@@ -109,11 +107,6 @@ def _ranks(group: Any) -> list[int]:
     if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
         return []
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-
-def _items(value: Any) -> int:
-    """How many numbers and texts an object contains."""
-    return sum(x.numel() if isinstance(x, torch.Tensor) else 1 for x in leaves(value))
 
 
 def _values(tensors: list[Any], most: int) -> list[float] | None:

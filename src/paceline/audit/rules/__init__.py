@@ -47,9 +47,7 @@ _ONE_PROCESS = "step of one process"
 _ADDED = "parameter added after wrapping"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 _SCHEDULE_OF_RANK = "schedule follows one rank"
-_EVALUATED_TWICE = "evaluated twice"
-_REDUCED_AGAIN = "sum reduced again"
-_AVERAGED = "metric averaged per rank"
+_EVALUATED = "evaluated samples"
 
 # Rules that compare the weights of ranks in equal steps, and cannot do so under Join.
 _of_weights = partial(Rule, works_with_join=False, compares_weights=True)
@@ -99,22 +97,14 @@ RULES = (
     Rule("schedule at a wrong speed", schedule.schedule_speed, judges_split_models=True),
     Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_split_models=True),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank),
-    Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
-    Rule(_REDUCED_AGAIN, evaluation.reduced_again, compares_numbers=True),
+    Rule(_EVALUATED, evaluation.evaluated_samples, compares_numbers=True),
     # Ranks whose schedules differ have different weights.
     Rule(
-        _AVERAGED,
-        evaluation.averaged_metric,
+        "reported numbers",
+        evaluation.reported_numbers,
         compares_numbers=True,
-        consequence_of=(_DATASETS, _EVALUATED_TWICE, _REDUCED_AGAIN, _SCHEDULE_OF_RANK),
+        consequence_of=(_DATASETS, _EVALUATED, _SCHEDULE_OF_RANK),
     ),
     Rule("files", files.shared_files, judges_split_models=True),
-    Rule("metric of one rank", evaluation.metric_of_one_rank),
-    Rule(
-        "gathered in a different order",
-        evaluation.misordered_gather,
-        compares_numbers=True,
-        consequence_of=(_AVERAGED,),
-    ),
     _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
 )

@@ -1,566 +1,351 @@
-"""Evaluations: samples that count twice, and metrics that depend on the number of processes."""
+"""Evaluations: the samples and the numbers of the ranks, against those of one process with their weights.
+
+Each number of the ranks is compared with the number that one process has at the same line. A number that
+differs between two runs of one process is a time, or comes from random numbers: it is left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from operator import mul
 from typing import Any
 
-from paceline.audit.evaluations import Evaluation, MetricCall, first_evaluation
-from paceline.audit.events import CollectiveBegun, ForwardEnded
-from paceline.audit.evidence import RankLog
+import torch
+
+from paceline.audit.evaluations import Evaluation, MetricCall
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
-# Equal values of a metric differ by rounding only.
-_close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
-# Up to this number, float32 holds every integer; larger sums are whole numbers, rounded.
-_MAX_COUNT = 2**24
-# Samples that count twice are a note up to this share: a metric with three digits hardly shows them. A metric
-# for which no cause is known, and that changes by less, is not judged.
-# A quarter changes broken/04_two_validation_sets and sound/30_metric_gathered_with_counts.
+_EPS = torch.finfo(torch.float32).eps
+# A sum or mean of many numbers in another order is rounded by less than so many units of float32.
+_close = partial(math.isclose, rel_tol=1024 * _EPS)
+# Samples that count twice are a note up to this share: a metric with three digits does not show them.
 _SMALL_SHARE = 1e-3
-# A share of samples, or a mean, that changes by less is equal. See broken/04_gathered_with_surplus.
-_LEAST_CHANGE = 1e-6
-# A sum in float32 is a number of samples if it is closer than this to an integer.
-# See broken/04_gathered_with_surplus.
-_ROUNDING = 1e-2
-# A metric that changes by more is computed from predictions that do not belong to their labels.
-# See broken/65_gathered_with_labels.
-_LARGE_CHANGE = 0.05
-# A smaller value for each sample is no score: it may be a time. See broken/67_normalised.
-_LEAST_SCORE = 0.05
-
-
-_UNKNOWN = NotJudged("it is unknown which samples were evaluated, or which of them count.")
-_NOT_TWICE = NoFault("no sample was evaluated twice, or it does not change the results.")
-
-
-def evaluated_twice(case: Case) -> Judgement:
-    """Samplers pad shards of different lengths, and what is evaluated may count the padding."""
-    solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
-    if not solo or not ordinary:
-        return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
-    compared = _compare(case)
-    judgements: list[Judgement] = []
-    for (number, loader, _), of_ranks in ordinary.items():
-        parts = [rows for rows in of_ranks if rows]
-        of_loader = [own[0] for key, own in solo.items() if key[1] == loader]
-        judgements.append(
-            _judge_padding(case, number, parts, of_loader if loader else [], compared)
-        )
-    faults = [each for each in judgements if isinstance(each, Finding)]
-    if faults:
-        return min(faults, key=lambda fault: fault.is_note)  # a fault rather than a note
-    unknown = [each for each in judgements if isinstance(each, NotJudged)]
-    if unknown:
-        return max(unknown, key=lambda each: each.is_open)
-    return _NOT_TWICE
-
-
-def _judge_padding(
-    case: Case,
-    number: int,
-    parts: list[list[Any]],
-    solo: list[list[Any]],
-    compared: list[_Comparison],
-) -> Judgement:
-    """Whether an evaluation of several ranks counts samples twice.
-
-    Args:
-        number: The number of the evaluation.
-        parts: The samples of the loader that each rank evaluated, without ranks that evaluated none.
-        solo: The samples of the loader in each evaluation of one process; empty if not known.
-        compared: Evaluations with the same weights.
-    """
-    distinct, total = set[Any]().union(*parts), sum(map(len, parts))
-    if all(Counter(rows) == Counter(parts[0]) for rows in parts) or total == len(distinct):
-        return _NOT_TWICE  # every rank evaluates all samples, or one rank does
-    # The data may contain equal samples, as the solo run shows. Inputs that the loop itself makes may be
-    # anything.
-    of_solo = [rows for rows in solo if {*rows} == distinct]
-    if not of_solo:
-        return _UNKNOWN
-    surplus = total - len(of_solo[0])
-    if surplus <= 0:
-        return _NOT_TWICE
-    of_ranks = [log.evaluations.get(number, Evaluation()) for log in case.ranks]
-    gathers = of_ranks[0].gathers_samples
-    if not any(each.gathers or each.metric_calls or each.numbers for each in of_ranks):
-        # The script may join files, and leave out the surplus. See sound/04_predictions_by_index.
-        return _UNKNOWN
-    results = [r for each in compared for r in (each.computed if gathers else each.reduced)]
-    counts_padding = any(each.counts_padding(r) for each in compared for r in each.computed)
-    if results and all(r.is_same for r in results) and not (gathers and counts_padding):
-        return _NOT_TWICE  # the script removes the surplus, or it does not matter
-    if gathers and not counts_padding:
-        return NotJudged(
-            f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
-            "predictions, and may remove the surplus.",
-            is_open=bool(results),
-        )
-    forwards = (e for log in case.ranks for e in log.of(ForwardEnded))
-    first = next(e for e in forwards if e.evaluation == number)
-    return Finding(
-        what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
-        f"of {total - surplus}.",
-        at=first.at,
-        step=first.steps_done or None,
-        why="the sampler gives every rank the same number of samples, and repeats some to get there.",
-        fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
-        "surplus after gathering.",
-        evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in parts)} samples, "
-        f"{len(distinct)} of them different",
-        effect=f"{100 * surplus / total:.2g}% of the evaluated samples count twice",
-        is_note=surplus <= _SMALL_SHARE * total,
-    )
-
-
-def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:
-    """What each rank evaluated, by evaluation, loader and pass."""
-    found: defaultdict[tuple[int, str, int], list[list[Any]]]
-    found = defaultdict(lambda: [[] for _ in ranks])
-    for log in ranks:
-        for number, evaluation in log.evaluations.items():
-            for key, rows in evaluation.rows.items():
-                found[number, *key][log.rank] = rows
-    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
-class _Result:
-    """A number that the ranks computed together in an evaluation, and that of one process."""
+class _Number:
+    """A number that the ranks and one process have at the same place of an evaluation."""
 
-    call: CollectiveBegun  # the reduction, or the last gather of the evaluation
-    at: str  # the line of the reduction, or where the script took the number
-    # The numbers; if the script took several at this line, their sums. nan if one process has none.
-    solo: float
-    value: float
-    mean: float  # the value, or its mean over the ranks if that is closer to the one of one process
-    given: Sequence[float] = ()  # by rank, what was reduced
-    is_of_several: bool = False  # whether the script took several numbers at this line
+    at: str
+    value: float  # that of rank 0; the other ranks have the same, or none
+    one: float
 
     @property
-    def is_size(self) -> bool:
-        """Whether the ranks gathered whole numbers, such as sizes of tensors to pad: nobody adds them up."""
-        return "gather" in self.call.op and all(each == round(each) for each in self.given)
+    def is_equal(self) -> bool:
+        """Whether both are equal: exactly, if they may be counts."""
+        if all(abs(x) < 1 / _EPS and x == round(x) for x in (self.value, self.one)):
+            return self.value == self.one
+        return _close(self.value, self.one)
 
     @property
-    def is_same(self) -> bool:
-        """Whether both numbers are equal: exactly, if both may be counts."""
-        if all(abs(x) <= _MAX_COUNT and x == round(x) for x in (self.solo, self.value)):
-            return self.solo == self.value
-        return _close(self.solo, self.value)
+    def ratio(self) -> float:
+        """The number of the ranks divided by that of one process; nan if one is 0."""
+        return self.value / self.one if self.value and self.one else math.nan
+
+    @property
+    def effect(self) -> str:
+        """The difference in words."""
+        larger = max(abs(self.value), abs(self.one))
+        return f"the number changes by {abs(self.value - self.one) / larger:.2%}"
+
+    def __str__(self) -> str:
+        return f"{self.at} has {self.value:.6g} on the ranks and {self.one:.6g} on one process"
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """An evaluation of one process, and the same one of several ranks with the same weights."""
+class _Compared:
+    """An evaluation of the ranks, and the same one of one process with the same weights."""
 
-    solo: Evaluation
     ranks: list[Evaluation]
-    null: Evaluation | None  # that of one process once more: times and random numbers differ
-    only_ranks_reduce: bool  # whether one process enters no reduction in any evaluation
-    may_be_cut: bool  # whether the watched steps are over, so that verification may end it early
+    one: Evaluation
+    null: Evaluation  # that of one process once more
 
-    @cached_property
-    def samples(self) -> int:
-        """How many samples the ranks evaluated before the first collective."""
-        return sum(evaluation.num_samples for evaluation in self.ranks)
+    @property
+    def joint(self) -> Counter[Any]:
+        """How often the ranks together evaluate each sample."""
+        return Counter(sample for each in self.ranks for sample in each.samples)
 
-    @cached_property
-    def rows(self) -> list[Any]:
-        """What the ranks evaluated."""
-        passes = (rows for evaluation in self.ranks for rows in evaluation.rows.values())
-        return [row for rows in passes for row in rows]
+    @property
+    def has_same_samples(self) -> bool:
+        """Whether the ranks evaluate the samples of one process: together, or each rank all of them."""
+        one = Counter(self.one.samples)
+        own = [Counter(each.samples) for each in self.ranks]
+        return self.joint == one or all(each in (one, Counter()) for each in own)
 
-    @cached_property
-    def reduced(self) -> list[_Result]:
-        """The results of reductions.
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the ranks evaluate no other samples. If each draws its own, other numbers are no fault."""
+        return self.joint.keys() <= set(self.one.samples) and bool(self.joint)
 
-        If only the ranks reduce, each is compared with the closest number that one process took.
-        """
-        # Several numbers of one line belong to the batches.
-        taken = [numbers[0] for numbers in self.solo.numbers.values() if len(numbers) == 1]
+    @property
+    def numbers(self) -> list[_Number]:
+        """The numbers that one process repeats."""
         found = []
-        for index, first in enumerate(self.ranks[0].metric_calls):
-            same = slice(index, index + 1)
-            of_ranks = [r for evaluation in self.ranks for r in evaluation.metric_calls[same]]
-            for k, value in enumerate(first.results):
-                if self.null and not self._is_repeated(self.null, index, k):
-                    continue
-                expected = [
-                    r.results[k] for r in self.solo.metric_calls[same] if len(r.results) > k
-                ]
-                if self.only_ranks_reduce:
-                    expected = taken or [math.nan]
-                is_mean = first.call.reduce == "AVG"
-                means = [value] if is_mean else [value, value / len(self.ranks)]
-                pairs = [(x, mean) for x in expected for mean in means]
-                if not pairs:
-                    continue
-                solo, mean = min(pairs, key=lambda pair: abs(pair[0] - pair[1]))
-                given = [x for r in of_ranks for x in (r.call.values or [])[k : k + 1]]
-                found.append(_Result(first.call, first.call.at, solo, value, mean, given))
-        return found
-
-    @cached_property
-    def computed(self) -> list[_Result]:
-        """What all ranks computed alike after a gather, from the samples of one process."""
-        first, rows = self.ranks[0], set().union(*self.solo.rows.values())
-        if not rows or not first.gathers or set(self.rows) != rows:
-            return []
+        for at, own in self.ranks[0].numbers.items():
+            others = [each.numbers[at] for each in self.ranks if at in each.numbers]
+            of_one, of_null = (each.numbers.get(at, []) for each in (self.one, self.null))
+            # Numbers of each batch have no counterpart; those that differ between ranks are no result.
+            if len(own) == len(of_one) == len(of_null) and all(own == other for other in others):
+                found += [(at, *each) for each in zip(own, of_one, of_null, strict=True)]
+        for call, *_, one, null in _calls([*self.ranks, self.one, self.null]):
+            if call.begun.op == "all_reduce":
+                results = zip(call.results, one.results, null.results, strict=False)
+                found += [(call.begun.at, *each) for each in results]
         return [
-            _Result(
-                first.gathers[-1],
-                at,
-                solo=sum(self.solo.numbers[at]),
-                value=sum(numbers),
-                mean=sum(numbers),
-                is_of_several=max(len(self.solo.numbers[at]), len(numbers)) > 1,
-            )
-            for at, numbers in first.numbers.items()
-            if at in self.solo.numbers
-            and all(e.numbers.get(at) == numbers for e in self.ranks)
-            and (
-                self.null is None
-                or _all_close(self.solo.numbers[at], self.null.numbers.get(at, []))
-            )
+            _Number(at, x, y)
+            for at, x, y, z in found
+            if math.isfinite(x) and math.isfinite(y) and _close(y, z)
         ]
 
-    def _is_repeated(self, null: Evaluation, index: int, k: int) -> bool:
-        """Whether one process reduced the same value twice, and in only-ranks reductions, took it twice."""
-        if self.only_ranks_reduce:
-            return all(
-                _all_close(own, null.numbers.get(at, [])) for at, own in self.solo.numbers.items()
-            )
-        calls = [each.metric_calls[index : index + 1] for each in (self.solo, null)]
-        values = [own[0].results[k : k + 1] if own else [] for own in calls]
-        return _all_close(*values)
+    @property
+    def differing(self) -> list[_Number]:
+        """The numbers that are not those of one process.
 
-    def differs(self, result: _Result) -> bool:
-        """Whether a reduced value differs, and no division by another value corrects it."""
-        x, y = result.solo, result.value
-        return not _close(x, result.mean) and not any(
-            other.solo and other.value and _close(x / other.solo, y / other.value)
-            for other in self.reduced
-            if other is not result
+        A sum over the ranks may be divided by their number later, and any two numbers by each other.
+        """
+        wrong = [
+            number
+            for number in self.numbers
+            if not number.is_equal
+            and not _close(number.value, len(self.ranks) * number.one)
+            and not self._is_no_result(number)
+        ]
+        return [
+            number
+            for number in wrong
+            if not any(_close(number.ratio, x.ratio) for x in wrong if x.value != number.value)
+        ]
+
+    def _is_no_result(self, number: _Number) -> bool:
+        """Whether it is a number of batches, or a value of one rank, such as a size to which others pad."""
+        forwards = [each.forwards for each in self.ranks]
+        is_one = number.value in (
+            value
+            for calls in _calls(self.ranks)
+            for call in calls
+            if "gather" in call.begun.op or call.begun.reduce in ("MAX", "MIN")
+            for value in call.begun.values or ()
         )
-
-    def is_mean_of_own_samples(self, result: _Result) -> bool:
-        """Whether the values of the ranks, weighted by their samples, give that of one process."""
-        counts, given = [e.num_samples for e in self.ranks], result.given
-        if not self.samples or len(given) < len(counts):
-            return False
-        mean = sum(n * x for n, x in zip(counts, given, strict=True)) / self.samples
-        return _close(mean, result.solo) and not _close(sum(given) / len(given), result.solo)
-
-    def has_wrong_score(self, result: _Result) -> bool:
-        """Whether the ranks added up scores such as F1, and the result is not that of one process.
-
-        A score may be multiplied by the rank's number of samples, for a weighted mean.
-        """
-        x, y, samples = result.solo, result.value, self.samples
-        scores = [] if _close(x, y) else [(x, y / len(self.ranks))]
-        scores += [(x / samples, y / samples)] if x > _LEAST_SCORE * samples else []
-        return any(0 < a < 1 and 0 < b < 1 and not _close(a, b) for a, b in scores)
-
-    def surplus_counted(self, result: _Result) -> float | None:
-        """How many samples more than by one process it counts; None if it is not known to count samples.
-
-        A share of the samples is such a number, and a sum of integers. A time is not, nor a mean loss.
-        """
-        total, distinct = (1, 1) if result.is_of_several else (len(self.rows), len(set(self.rows)))
-        counts = [result.value * total, result.solo * distinct]
-        if any(not 0 <= x <= len(self.rows) or abs(x - round(x)) > _ROUNDING for x in counts):
-            return None
-        return counts[0] - counts[1]
-
-    def counts_padding(self, result: _Result) -> bool:
-        """Whether it counts samples twice that pad the shards."""
-        counted, surplus = self.surplus_counted(result), len(self.rows) - len(set(self.rows))
-        is_more = not math.isclose(result.value, result.solo, rel_tol=_LEAST_CHANGE)
-        return is_more and counted is not None and -_ROUNDING <= counted <= surplus
+        counts_batches = number.one == self.one.forwards
+        return is_one or (counts_batches and number.value in (*forwards, sum(forwards)))
 
 
-def _all_close(values: Sequence[float], others: Sequence[float]) -> bool:
-    return len(values) == len(others) and all(map(_close, values, others))
+def _calls(evaluations: Sequence[Evaluation]) -> Iterator[tuple[MetricCall, ...]]:
+    """The calls at the same places of several evaluations: at lines that all call equally often."""
+    for at in evaluations[0].calls:
+        lists = [each.calls.get(at, []) for each in evaluations]
+        if len({len(calls) for calls in lists}) == 1:
+            yield from zip(*lists, strict=True)
 
 
-def _compare(case: Case) -> list[_Comparison]:
-    """The evaluations of rank 0 that one process made too with the same weights.
-
-    If one process enters no reduction, also those that it did not make.
-    """
+def _compare(case: Case) -> list[_Compared]:
+    """The evaluations of rank 0 that one process made too."""
     if case.union is None:
         return []
-    solo = case.union.ranks[0].evaluations
-    evaluations = [log.evaluations for log in case.ranks]
-    null = case.null.ranks[0].evaluations if case.null else None
-    alone = not any(own.metric_calls for own in solo.values())
-    first_after_all_steps = first_evaluation(case.ordinary.plan.steps)
+    ones = case.union.ranks[0].evaluations
+    nulls = ones if case.null is None else case.null.ranks[0].evaluations
+    of_ranks = [log.evaluations for log in case.ranks]
     return [
-        _Comparison(
-            solo.get(n, Evaluation()),
-            [own.get(n, Evaluation()) for own in evaluations],
-            None if null is None else null.get(n, Evaluation()),
-            alone,
-            may_be_cut=n >= first_after_all_steps,
-        )
-        for n in evaluations[0]
-        if n in solo or alone
+        _Compared([own.get(n, Evaluation()) for own in of_ranks], ones[n], nulls[n])
+        for n in sorted(of_ranks[0].keys() & ones.keys() & nulls.keys())
     ]
 
 
-def misordered_gather(case: Case) -> Judgement:
-    """Gathered predictions are compared with labels in a different order."""
-    if case.union is None:
-        return NotJudged(case.why_no_union)
-    forwards = case.ranks[0].of(ForwardEnded)
-    if any(event.drew for event in forwards if event.evaluation is not None):
-        return NotJudged("the evaluation draws random numbers.")
+def evaluated_samples(case: Case) -> Judgement:
+    """The ranks evaluate the samples of one process, together or each; or it changes no number."""
     compared = _compare(case)
-    results = [(each, result) for each in compared for result in each.computed]
-    for each, result in results:
-        if result.is_of_several or each.counts_padding(result) or _change(result) <= _LARGE_CHANGE:
-            continue
-        if each.surplus_counted(result) is None:
-            if result.value == round(result.value):
-                continue  # such as a number of batches
-            return NotJudged(
-                f"{result.at} reads {result.solo:.6g} on one process and {result.value:.6g} on "
-                f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
-                is_open=True,
-            )
-        return Finding(
-            what="a metric of gathered predictions depends on the number of processes.",
-            at=result.call.at,
-            step=result.call.steps_done or None,
-            why="a gather puts the values of rank 1 after those of rank 0. The order of the dataset is "
-            "different: a DistributedSampler gives its samples to the ranks in turn.",
-            fix="gather the labels, or the indices of the samples, together with the predictions.",
-            evidence=f"with the same weights and samples, {result.at} reads {result.solo:.6g} on one process "
-            f"and {result.value:.6g} on {case.world_size}",
-            effect=f"the metric changes by {_change(result):.2%}"
-            if result.solo
-            else f"the metric is {result.value:.3g} instead of 0",
-        )
-    if not any(each.ranks[0].gathers for each in compared):
-        return NoFault("no values were gathered while evaluating.")
-    if not results:
-        return NotJudged("no number was seen that all ranks computed from gathered values.")
-    return NoFault(
-        f"{len(results)} numbers were computed from gathered values while evaluating; they are those of one "
-        f"process, or differ by at most {_LARGE_CHANGE:.0%}."
-    )
-
-
-def _change(result: _Result) -> float:
-    """The relative change of the mean."""
-    if result.solo:
-        return abs(result.mean / result.solo - 1)
-    return math.inf if result.mean else 0.0
-
-
-def averaged_metric(case: Case) -> Judgement:
-    """Ranks average a metric over their own samples, although they have different numbers of them."""
-    if case.union is None:
-        return NotJudged(case.why_no_union)
-    judged = with_counts = 0
-    unclear: _Result | None = None
-    compared = _compare(case)
-    if (divided := _divided_sum(case, compared)) is not None:
-        return divided
-    for each in compared:
-        of_one, of_rank = len(each.solo.metric_calls), len(each.ranks[0].metric_calls)
-        if of_one and of_rank and of_one != of_rank:
-            if each.may_be_cut:
-                continue
-            return NotJudged("the runs reduced different numbers of values.", is_open=True)
-        counts = [result.call for result in each.reduced if _close(result.value, each.samples)]
-        if counts:
-            # Sums, which the script divides by the number of samples; another value may be a score.
-            with_counts += len(each.reduced)
-            beside = [r for r in each.reduced if r.call in counts and not r.is_size]
-            beside = [] if each.only_ranks_reduce else beside
-            differing = [result for result in beside if each.has_wrong_score(result)]
-        else:
-            judged += len(each.reduced)
-            differing = [r for r in each.reduced if each.differs(r) and not r.is_size]
-            means = [result for result in differing if each.is_mean_of_own_samples(result)]
-            if means:
-                return _judge_metric(case, max(means, key=_change), is_mean=True)
-        unclear = unclear or max(differing, key=lambda r: _change(r) >= _SMALL_SHARE, default=None)
-    if unclear is not None:
-        if any(each.only_ranks_reduce for each in compared):
-            return NotJudged(
-                f"one process does not enter the reduction at {unclear.at}, and reads no number there that "
-                "could be compared with the result.",
-                is_open=True,
-            )
-        return _judge_metric(case, unclear, is_mean=False)
-    if not judged + with_counts:
-        return NotJudged("no small value was reduced over ranks while evaluating.")
-    return NoFault(
-        f"of {judged + with_counts} values that were reduced in evaluations, {with_counts} were summed with "
-        "their number of samples, and the others are those of one process."
-    )
-
-
-def _judge_metric(case: Case, result: _Result, *, is_mean: bool) -> Judgement:
-    """The judgement of a value that differs from that of one process.
-
-    Args:
-        is_mean: Whether it is a mean over each rank's samples; else it is a note, because it may be a time.
-    """
-    if not is_mean and _change(result) < _SMALL_SHARE:
+    if not compared:
         return NotJudged(
-            f"the value that is reduced at {result.at} is neither that of one process nor a mean over each "
-            f"rank's samples. It differs by {_change(result):.2%}."
+            case.why_no_union or "the ranks and one process have no common evaluation."
         )
-    what = "a value that is reduced while evaluating depends on the number of processes."
-    why = "it is no mean over each rank's samples. The mean over ranks is wrong for an F1 score, a "
-    why += "perplexity or an AUC, and for means of batches of different sizes."
-    fix = "reduce the counts and sums from which the metric is computed, then compute it. If the value is a "
-    fix += "time, it may differ."
-    if is_mean:
-        what = "a metric depends on the number of processes: each rank takes the mean of its own samples."
-        why = "the ranks have different numbers of samples, and the mean of their means gives each rank the "
-        why += "same weight."
-        fix = "all_reduce the sum and the number of samples, then divide."
+    others = [each for each in compared if not each.has_same_samples]
+    comparable = [each for each in others if each.is_comparable]
+    findings = [_samples_differ(case, each) for each in comparable if each.differing]
+    if findings:
+        return min(findings, key=lambda finding: finding.is_note)
+    if len(comparable) < len(others) or not all(each.numbers for each in others):
+        return NotJudged(
+            f"in {len(others)} of {len(compared)} evaluations the ranks have other samples than one process, "
+            "and no number shows which of them count."
+        )
+    if others:
+        return NoFault(
+            f"in {len(others)} of {len(compared)} evaluations the ranks have some samples more or less often "
+            "than one process, which changes no number."
+        )
+    return NoFault(f"{len(compared)} evaluations are of the same samples as those of one process.")
+
+
+def _samples_differ(case: Case, each: _Compared) -> Finding:
+    """The ranks evaluate samples more or less often than one process, and a number differs."""
+    share, twice, never, joint, one, loader = max(_of_loader(each, name) for name in each.one.rows)
+    totals = [(joint, one), (each.joint.total(), len(each.one.samples))]
+    proof = next((n for n in each.differing if _counts_samples(n, totals)), None)
+    what = [f"{twice} of them several times"] * bool(twice) + [f"{never} never"] * bool(never)
+    number = proof or each.differing[0]
+    # One process may leave some out too, such as those of the last batch.
+    seen = case.solo.ranks[0].loaders.get(loader)
+    is_design = not twice and (seen is None or seen.samples != one)
     return Finding(
-        what=what,
-        at=result.at,
-        step=result.call.steps_done or None,
-        why=why,
-        fix=fix,
-        evidence=f"with the same weights and samples: {result.solo:.6g} on one process, {result.mean:.6g} as "
-        f"the mean over {case.world_size}",
-        effect=f"the metric changes by {_change(result):.2%}",
-        is_note=not is_mean,
+        what=f"the ranks evaluate {joint} samples in place of {one}: {' and '.join(what)}.",
+        at=each.ranks[0].at,
+        step=each.ranks[0].steps_done or None,
+        why="a sampler gives all ranks the same number of samples: it repeats some, or leaves some out.",
+        fix="evaluate the indices [rank::world_size] of the dataset, or remove the surplus after a gather.",
+        evidence=f"with the same weights, {number}{', a count or a share of the samples' * bool(proof)}",
+        effect=f"{share:.2%} of the evaluated samples; {number.effect}",
+        is_note=proof is None or share <= _SMALL_SHARE or is_design,
     )
 
 
-def _divided_sum(case: Case, compared: Sequence[_Comparison]) -> Finding | None:
-    """The ranks reduce a sum over all samples, and then read it divided by their number."""
-    sums = [
-        (reduction.call, x)
-        for each in compared
-        for reduction in each.ranks[0].metric_calls
-        for x in reduction.results
-        if x and reduction.call.reduce == "SUM"
-    ]
-    for each in compared:
-        for at, numbers in each.ranks[0].numbers.items():
-            for solo, value in zip(each.solo.numbers.get(at, ()), numbers, strict=False):
-                # A library may read in this evaluation what it reduced in the one before.
-                # See broken/91_total_cost.
-                call = next((call for call, x in sums if _close(solo, x)), None)
-                if call is None or not _close(value * case.world_size, solo):
-                    continue
-                return Finding(
-                    what="a sum over the samples is averaged over the ranks, and not added up.",
-                    at=at,
-                    step=call.steps_done or None,
-                    why="each rank has the sum over its own samples; their mean depends on the number of "
-                    "ranks.",
-                    fix="reduce a sum with a sum. In Lightning: log(..., sync_dist=True, reduce_fx='sum').",
-                    evidence=f"with the same weights and samples, {at} reads {solo:.6g} on one process and "
-                    f"{value:.6g} on {case.world_size}",
-                    effect=f"the value is {case.world_size} times too small",
-                    # Such as the samples of each rank.
-                    is_note=solo == round(solo),
+def _of_loader(each: _Compared, loader: str) -> tuple[float, int, int, int, int, str]:
+    """The share of its samples that are evaluated too often or too seldom; their numbers, and all numbers."""
+    joint = Counter(row for own in each.ranks for row in own.rows.get(loader, ()))
+    one = Counter(each.one.rows[loader])
+    twice, never = (joint - one).total(), (one - joint).total()
+    share = (twice + never) / max(joint.total(), 1)
+    return share, twice, never, joint.total(), one.total(), loader
+
+
+def _counts_samples(number: _Number, totals: Sequence[tuple[int, int]]) -> bool:
+    """Whether it is one of these numbers of samples; or a share of one, as an accuracy."""
+    return (number.value, number.one) in totals or any(
+        _is_count(number.value * x)
+        and _is_count(number.one * y)
+        and not _is_count(number.value * y)
+        for x, y in totals
+        if 0 < number.value < 1
+    )
+
+
+def _is_count(value: float) -> bool:
+    """Whether a share, which is a quotient in float32, times a number of samples is a count."""
+    return value > 0.5 and abs(value - round(value)) <= 4 * _EPS * value
+
+
+def reported_numbers(case: Case) -> Judgement:
+    """What the script reads or reduces in an evaluation is what one process has there."""
+    part = _own_part(case)
+    if case.union is None:
+        return part or NotJudged(case.why_no_union)
+    if isinstance(evaluated_samples(case), Finding):
+        return NotJudged("it may be a consequence of: evaluated samples.")
+    compared = [e for e in _compare(case) if e.has_same_samples or e.is_comparable]
+    findings = [*_reduced_again(compared)]
+    findings += [_explain(each, number) for each in compared for number in each.differing]
+    equal = {number.at for each in compared for number in each.numbers if number.is_equal}
+    if part is not None and part.at not in equal:
+        findings.insert(0, part)
+    if findings:
+        return min(findings, key=lambda finding: finding.is_note)
+    count = sum(len(each.numbers) for each in compared)
+    if not count:
+        return NotJudged(
+            "the ranks and one process read or reduce no number at the same place of an evaluation of the "
+            "same samples: `.tolist()` and `.numpy()` are not recorded."
+        )
+    return NoFault(f"{count} numbers of {len(compared)} evaluations are those of one process.")
+
+
+def _explain(each: _Compared, number: _Number) -> Finding:
+    """Why a number differs, if the values that the ranks give prove it."""
+    count = len(each.ranks)
+    finding = Finding(
+        what="a number of an evaluation is not that of one process; the cause is not known.",
+        at=number.at,
+        step=each.ranks[0].steps_done or None,
+        why="a mean over ranks is wrong for an F1 score, a perplexity or an AUC, and for means of batches of "
+        "different sizes. A gather has the order of the ranks, and not that of the dataset.",
+        fix="reduce the sums and counts from which it is computed; gather labels together with predictions.",
+        evidence=f"with the same weights and samples, {number}",
+        effect=number.effect,
+        is_note=True,
+    )
+    for calls in _calls(each.ranks):
+        samples = [call.samples for call in calls]
+        for given in zip(*(call.begun.values or () for call in calls), strict=False):
+            total, mean = sum(given), sum(given) / count
+            weighted = sum(map(mul, given, samples)) / max(sum(samples), 1)
+            evidence = f"{finding.evidence}. The ranks give {_listed(given)} for {_listed(samples)} samples"
+            is_exact = 10 * abs(weighted - number.one) <= abs(mean - number.one)
+            if is_exact and any(_close(number.value, x) for x in (total, mean)):
+                return replace(
+                    finding,
+                    what="a mean of means: each rank takes the mean of its own samples.",
+                    why="the ranks have other numbers of samples, and their means get the same weight.",
+                    fix="all_reduce the sum and the number of samples, then divide.",
+                    evidence=evidence,
+                    effect=f"the mean changes by {abs(mean / weighted - 1):.2%}",
+                    is_note=False,
                 )
+            if _close(total, number.one) and _close(number.value, mean):
+                return replace(
+                    finding,
+                    what="a sum is averaged over the ranks, and not added up.",
+                    why="each rank gives a sum over its own samples. Their mean is right only if it is "
+                    "divided by the samples or batches of one rank later.",
+                    fix="reduce a sum with a sum. In Lightning: log(..., sync_dist=True, reduce_fx='sum').",
+                    evidence=evidence,
+                    effect=f"the number is {count} times too small",
+                )
+    return finding
+
+
+def _reduced_again(compared: Sequence[_Compared]) -> Iterator[Finding]:
+    """Sums over the ranks that contain the one before: ranks count on from it and reduce it again."""
+    of_lines: dict[str, list[tuple[MetricCall, ...]]] = {}
+    for each in compared:
+        for calls in _calls([each.ranks[0], each.one]):
+            of_lines.setdefault(calls[0].begun.at, []).append(calls)
+    for (old, old_one), (new, new_one) in (p for own in of_lines.values() for p in pairwise(own)):
+        sums = [*zip(new_one.results, old.results, new.results, strict=False)]
+        times = range(1, len(compared[0].ranks) + 1)
+        kept = next((k for k in times if all(_close(x + k * y, z) for x, y, z in sums)), 0)
+        # A number of steps so far is no sum over the samples: the first one differs too.
+        is_first = any(old.results) and all(map(_close, old.results, old_one.results))
+        if kept and is_first and new.begun.reduce == "SUM":
+            yield Finding(
+                what="a sum over the ranks is reduced again.",
+                at=new.begun.at,
+                step=new.begun.steps_done or None,
+                why="all_reduce writes the sum over the ranks into the tensor, and ranks count on from it.",
+                fix="reduce a copy, or set the tensor to 0 on all ranks after each evaluation.",
+                evidence=f"with the same weights and samples, its values add up to {sum(new.results):.6g} on "
+                f"the ranks and to {sum(new_one.results):.6g} on one process",
+                effect=f"the sum before is in it {kept} time{'s' * (kept > 1)} too often",
+            )
+
+
+def _own_part(case: Case) -> Finding | None:
+    """A number that rank 0 takes of its own part of the samples, if no evaluation exchanges anything."""
+    first, *others = (log.evaluations for log in case.ranks)
+    if any(each.exchanges for each in first.values()):
+        return None
+    for number, own in first.items():
+        sizes = [
+            len(own.samples),
+            *(len(each[number].samples) for each in others if number in each),
+        ]
+        rest = {sample for each in others if number in each for sample in each[number].samples}
+        if own.numbers and own.samples and rest and rest.isdisjoint(own.samples):
+            return Finding(
+                what="rank 0 takes a number of its own part of the evaluated samples.",
+                at=next(reversed(own.numbers)),
+                ranks=[0],
+                step=own.steps_done or None,
+                why="each rank evaluates a different part, and the script reduces no result.",
+                fix="all_reduce the sum and the number of samples before the number is printed or compared.",
+                evidence=f"the ranks evaluate {' + '.join(map(str, sizes))} samples",
+                effect=f"{sizes[0] / sum(sizes):.0%} of the samples are in the number",
+                is_note=True,
+            )
     return None
 
 
-def reduced_again(case: Case) -> Judgement:
-    """Some ranks keep a reduced sum, go on counting from it, and reduce it again."""
-    if case.union is None:
-        return NotJudged(case.why_no_union)
-    for old_solo, old, solo, new in _successive_reductions(_compare(case)):
-        if old.call.at != new.call.at or new.call.reduce != "SUM" or not any(old.results):
-            continue
-        # A number of steps so far is no sum over the samples: the first one differs too.
-        if not all(map(_close, old_solo.results, old.results)):
-            continue
-        for kept in range(1, case.world_size + 1):
-            values = zip(solo.results, old.results, new.results, strict=False)
-            if not all(_close(x + kept * y, z) for x, y, z in values):
-                continue
-            return Finding(
-                what="a sum over the ranks is reduced again.",
-                at=new.call.at,
-                step=new.call.steps_done or None,
-                why="all_reduce writes the sum over the ranks into the tensor, and ranks count on from it.",
-                fix="reduce a copy; or set the tensor to 0 on all ranks after each evaluation.",
-                evidence="with the same weights and samples, its values add up to "
-                f"{sum(solo.results):.6g} on one process and to {sum(new.results):.6g} on "
-                f"{case.world_size}",
-                effect=f"the sum before is in it {kept} time{'s' * (kept > 1)} too often",
-            )
-    return NoFault("no sum of an evaluation was in a later one.")
-
-
-def _successive_reductions(
-    compared: list[_Comparison],
-) -> Iterator[tuple[MetricCall, MetricCall, MetricCall, MetricCall]]:
-    """Pairs of reductions of the solo run and of rank 0, an earlier one and a later one.
-
-    They have the same place in two evaluations, one after the other; or the same line in one evaluation.
-    """
-    for before, each in pairwise(compared):
-        yield from zip(
-            before.solo.metric_calls,
-            before.ranks[0].metric_calls,
-            each.solo.metric_calls,
-            each.ranks[0].metric_calls,
-            strict=False,
-        )
-    for each in compared:
-        latest: dict[str, tuple[MetricCall, MetricCall]] = {}
-        for solo, own in zip(each.solo.metric_calls, each.ranks[0].metric_calls, strict=False):
-            if own.call.at in latest:
-                yield (*latest[own.call.at], solo, own)
-            latest[own.call.at] = solo, own
-
-
-def metric_of_one_rank(case: Case) -> Judgement:
-    """Each rank evaluates a part of the samples, and rank 0 takes a metric of its own part."""
-    evaluations, trained = case.ranks[0].evaluations, case.ranks[0].training_loaders
-    ops = [event.op for each in evaluations.values() for event in each.collectives]
-    if any("reduce" in op or "gather" in op for op in ops):
-        return NoFault("results of evaluations are reduced or gathered over the ranks.")
-    is_unseen = False
-    for (number, loader, _), (own, *others) in _evaluated(case.ranks).items():
-        if not loader or loader in trained:
-            # A training may play games, or sample, without gradient.
-            is_unseen |= not {*own}.issuperset(set().union(*others))
-            continue
-        of_others = set().union(*others)
-        if not own or not of_others or of_others.intersection(own):
-            continue
-        numbers = evaluations[number].numbers
-        if not numbers:
-            is_unseen = True
-            continue
-        sizes = [len(rows) for rows in (own, *others)]
-        return Finding(
-            what="rank 0 takes a metric of its own part of the evaluated samples.",
-            at=next(reversed(numbers)),
-            ranks=[0],
-            why="each rank evaluates a different part, and the script reduces no result.",
-            fix="all_reduce the sum and the number of samples before the number is printed or compared.",
-            evidence=f"the ranks evaluated {' + '.join(map(str, sizes))} samples",
-            effect=f"{sizes[0] / sum(sizes):.0%} of the samples are in the metric",
-            is_note=True,
-        )
-    if is_unseen:
-        return NotJudged(
-            "each rank called a model without gradient on its own samples, and no metric of samples of an "
-            "evaluation loader was seen: `.tolist()` and `.numpy()` are not recorded."
-        )
-    return NoFault("no evaluation was divided over the ranks.")
+def _listed(numbers: Sequence[float]) -> str:
+    return " and ".join(f"{x:.6g}" for x in numbers)
