@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.audit.audit import judge
 from paceline.audit.events import (
     BackwardBegun,
     CollectiveBegun,
@@ -15,6 +16,7 @@ from paceline.audit.events import (
     Event,
     FileRead,
     FileWritten,
+    ForwardBegun,
     ForwardEnded,
     GroupInitialised,
     OptimizerStepBegun,
@@ -23,7 +25,7 @@ from paceline.audit.events import (
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.files import shared_files
 from paceline.audit.rules.groups import group_of_one
-from paceline.audit.rules.rule import Case, Finding, NoFault
+from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged
 from paceline.audit.run_plan import RunPlan
 
 READ, WRITE = FileRead(at="t.py:9", path="a.pt"), FileWritten(at="t.py:7", path="a.pt")
@@ -129,3 +131,35 @@ def test_groups_of_one_rank(
     assert isinstance(found, Finding) == is_found, found
     if isinstance(found, Finding) and wrapped:
         assert found.at == "t.py:5"
+
+
+def alone_in_ddp(*, exchanges: bool) -> Case:
+    """Two ranks, each with a DDP over itself, whose weights differ after a step."""
+    of_ranks = []
+    for rank in range(2):
+        events: list[Event] = [
+            GroupInitialised(at="t.py:1"),
+            GroupInitialised(size=2),
+            DDPBuilt(at="t.py:5", group_size=1),
+        ]
+        for step in (0, 1):
+            events.append(ForwardBegun(steps_done=step))
+            events += [CollectiveBegun(op="all_reduce", group=[0, 1])] * exchanges
+            events += [
+                ForwardEnded(trains=True, steps_done=step, params={"w": step * rank}),
+                BackwardBegun(),
+                OptimizerStepBegun(step=step + 1),
+                OptimizerStepEnded(step=step + 1),
+            ]
+        of_ranks.append(events)
+    return case(of_ranks)
+
+
+def test_a_ddp_of_one_rank_is_judged_although_its_group_is_not_that_of_all_ranks() -> None:
+    found = judge(alone_in_ddp(exchanges=False))["process groups"]
+    assert isinstance(found, Finding), found
+
+
+def test_a_ddp_of_one_rank_may_hold_a_part_of_a_model() -> None:
+    found = judge(alone_in_ddp(exchanges=True))["process groups"]
+    assert isinstance(found, NotJudged), found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.audit.events import DDPBuilt, GroupInitialised
-from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault
+from paceline.audit.events import DDPBuilt, GroupInitialised, TensorsSent
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 
 
 def group_of_one(case: Case) -> Judgement:
@@ -17,6 +17,12 @@ def group_of_one(case: Case) -> Judgement:
     # With equal weights, the script reduces the gradients itself.
     if not is_alone and not (reduces_nothing and case.mismatch is not None):
         return NoFault("the process groups have more than one rank.")
+    exchanges_parts = any(
+        log.layouts or log.of(TensorsSent) or log.exchanges_activations or log.exchanges_parts
+        for log in case.ranks
+    )
+    if not is_alone and exchanges_parts:
+        return NotJudged("the ranks may hold parts of one model, each with a DDP of one rank.")
     what = "each rank has initialised a process group of its own."
     why = "init_process_group() got a world size of 1, and not that of the job."
     fix = "let it read RANK and WORLD_SIZE from the environment: leave the arguments out."
