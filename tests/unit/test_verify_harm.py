@@ -762,6 +762,6 @@ def test_a_score_that_is_not_a_number_on_both_runs_is_equal() -> None:
         run("solo", [TrainingBuilt(at="t.py:1"), *scored(math.nan)]),
         run("ordinary", *[[TrainingBuilt(at="t.py:1"), *scored(math.nan)]] * 2),
     ]
-    assert compare(both, rtol=None, bitwise=False).verdict == "passed"
+    assert isinstance(compare(*both, rtol=None, bitwise=False)["evaluation"], NoFault)
     both[1] = run("ordinary", *[[TrainingBuilt(at="t.py:1"), *scored(0.5)]] * 2)
-    assert compare(both, rtol=None, bitwise=False).verdict == "fault"
+    assert isinstance(compare(*both, rtol=None, bitwise=False)["evaluation"], Finding)

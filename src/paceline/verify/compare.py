@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.audit.events import (
     Evaluated,
@@ -24,6 +24,8 @@ from paceline.audit.events import (
     WeightsAt,
 )
 from paceline.audit.evidence import Run
+from paceline.audit.refusals import Refused
+from paceline.audit.rules.rule import Finding, Judgement, NoFault, NotJudged
 
 P = TypeVar("P", bound=PointEvent)
 
@@ -32,7 +34,8 @@ P = TypeVar("P", bound=PointEvent)
 _RTOL = 1e-3
 _BEFORE = "what was compared before was equal"
 _WHY = {
-    "samples": "the ranks together did not get the samples of one process; in all earlier steps they did.",
+    "samples of a step": "the ranks together did not get the samples of one process; in all earlier steps "
+    "they did.",
     "weights at the start": "the model is built or loaded in a way that depends on the number of processes.",
     "loss": f"{_BEFORE}. The data, the loss or an earlier update depends on the rank or on the number of "
     "processes.",
@@ -51,8 +54,7 @@ _WHY = {
 }
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The first difference.
 
     Attributes:
@@ -61,38 +63,14 @@ class Difference:
         values: The two values. For samples, those of one run only. For a tensor its norms, or its sums or
             digests if the norms are equal.
         relative: The relative difference; None for samples and missing tensors.
-        step: The step in which the runs differ, from 1; for an evaluation the step before it; 0 at the start.
-        counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
+        rank: For "parameter of ranks", the rank that differs from rank 0.
     """
 
     quantity: str
     name: str
     values: tuple[Any, Any]
     relative: float | None = None
-    step: int = 0
-    counts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result: which runs were compared, which quantities were equal, and the first difference.
-
-    Attributes:
-        at: The line of the evaluation that differs, else that where the training was built.
-        evaluations: How many evaluations each run made.
-        why: Why the runs differ or could not be compared.
-        equal: How often each quantity was compared, and its largest difference.
-        not_seen: What was not compared, with the reason.
-    """
-
-    verdict: Literal["passed", "fault", "not seen"]
-    compared: str
-    at: str
-    evaluations: int = 0
-    difference: Difference | None = None
-    why: str = ""
-    equal: list[str] = field(default_factory=list)
-    not_seen: list[str] = field(default_factory=list)
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,52 +97,74 @@ class Point:
         return [event for event in self.ranks if isinstance(event, kind)]
 
 
-def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Comparison:
-    """Compare runs on several numbers of processes with the first of them.
+def compare(one: Run, several: Run, *, rtol: float | None, bitwise: bool) -> dict[str, Judgement]:
+    """Compare a run on several processes with that on one process: a judgement for each quantity.
 
     Args:
         rtol: Relative difference that is allowed; None for `_RTOL`. Without effect with `bitwise`.
         bitwise: Whether every bit must be equal.
+
+    Raises:
+        Refused: the runs make other steps or evaluations.
     """
-    sizes = [len(run.ranks) for run in runs]
-    one, *others = map(_points, runs)
-    trainings = runs[0].ranks[0].of(TrainingBuilt)
-    how = f"within a relative difference of {rtol or _RTOL:g}, with dropout off"
-    listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
-    steps = sum(bool(point.of(TrainingStep)) for point in one)
-    compared = f"{steps} steps on {listed} processes, {'bitwise' if bitwise else how}"
-    evaluations = sum(bool(point.of(Evaluated)) for point in one)
-    result = Comparison("passed", compared, trainings[0].at, evaluations)
-    for size, other in zip(sizes[1:], others, strict=True):
-        if [point.key for point in one] != [point.key for point in other]:
-            why = (
-                f"the script makes {_made(one)} with {processes(sizes[0])} and {_made(other)} with {size}: "
-                "their number or order depends on the number of processes."
-            )
-            return replace(result, verdict="not seen", why=why)
-    no_values, no_scores = ([], []) if bitwise else _not_compared(runs, rtol)
-    result = replace(result, not_seen=no_values + no_scores)
+    trainings = one.ranks[0].of(TrainingBuilt)
+    points, others = _points(one), _points(several)
+    if [point.key for point in points] != [point.key for point in others]:
+        raise Refused(
+            f"the script makes {_made(points)} with 1 process and {_made(others)} with "
+            f"{several.plan.world_size}.",
+            where=trainings[0].at,
+            why="their number or order depends on the number of processes.",
+            fix="make it independent of the number of processes.",
+            output=[],
+        )
+    not_judged = {} if bitwise else _not_compared(one, several, rtol)
+    if not any(point.of(Evaluated) for point in points):
+        not_judged["evaluation"] = NotJudged("no evaluation by Paceline was reached.")
     search = _Search(
         0.0 if bitwise else rtol or _RTOL,
-        with_values=not no_values,
-        with_scores=not result.not_seen,
+        with_values="losses and gradients" not in not_judged,
+        with_scores="evaluation" not in not_judged,
     )
-    for other in others:
-        for first, point in zip(one, other, strict=True):
-            difference = search.first_difference(first, point)
-            result = replace(result, equal=search.equal())
-            if difference is not None:
-                is_score = bool(first.of(Evaluated))
-                at = first.ranks[0].at if is_score else trainings[first.training].at
-                why = _WHY[difference.quantity]
-                return replace(result, verdict="fault", at=at, difference=difference, why=why)
-    if not no_values:
-        return result
-    why = "the losses and gradients were not compared, for the reason below."
-    # Reproducible training refuses sync_batchnorm.
-    if all(each.batchnorm != "synchronised" for each in runs[-1].ranks[0].of(TrainingBuilt)):
-        why += " --bitwise compares them."
-    return replace(result, verdict="not seen", why=why)
+    for point, other in zip(points, others, strict=True):
+        if (found := search.first_difference(point, other)) is not None:
+            is_score = bool(point.of(Evaluated))
+            at = point.ranks[0].at if is_score else trainings[point.training].at
+            finding = _finding(found, point, at, several.plan.world_size)
+            return search.equal() | not_judged | {found.quantity: finding}
+    return search.equal() | not_judged
+
+
+def _finding(found: Difference, point: Point, at: str, count: int) -> Finding:
+    a, b = (_shown(value) for value in found.values)
+    what = f"{found.quantity} {found.name}".strip()
+    if found.rank is not None:
+        what = f"parameter {found.name} differs between rank 0 and rank {found.rank}"
+        shown = f"{a} on rank 0, {b} on rank {found.rank}"
+    else:
+        verb = "differ" if found.quantity == "samples of a step" else "differs"
+        what = f"{what} {verb} between 1 and {count} processes"
+        shown = f"{a} on 1 process, {b} on {count}"
+    when = f"{'after' if point.of(Evaluated) else 'in'} step {point.step}"
+    effect = "one of the two has other ones"
+    if found.relative is not None:
+        effect = f"relative difference {found.relative:.3g}"
+    return Finding(
+        what=f"{when if point.step else 'before the first step'}, {what}.",
+        at=at,
+        why=_WHY[found.quantity],
+        fix="make the result of this line independent of the rank and of the number of processes.",
+        evidence=shown,
+        effect=effect,
+        step=point.step or None,
+        ranks=() if found.rank is None else [found.rank],
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:5])) + ", ..." * (len(value) > 5) or "none"
+    return "none" if value is None else repr(value)
 
 
 def _points(run: Run) -> list[Point]:
@@ -183,36 +183,42 @@ def _made(points: list[Point]) -> str:
     return f"{steps} step{'s' * (steps != 1)} and {scores} evaluation{'s' * (scores != 1)}"
 
 
-def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
-    """Why losses and gradients are not compared, and why evaluations are not."""
-    logs = [log for run in runs for log in run.ranks]
-    # Of the last run, because one process does not synchronise.
-    trainings = runs[-1].ranks[0].of(TrainingBuilt)
+def _not_compared(one: Run, several: Run, rtol: float | None) -> dict[str, Judgement]:
+    """The quantities that are not compared, with the reasons."""
+    # One process does not synchronise.
+    trainings = several.ranks[0].of(TrainingBuilt)
     norms = {training.batchnorm for training in trainings}
-    normalised = {sum(log.first_forward.samples or 0 for log in run.ranks) for run in runs}
+    normalised = {sum(e.first_forward.samples or 0 for e in run.ranks) for run in (one, several)}
     coarse = sorted({training.precision for training in trainings} - {"fp32"})
-    values, scores = [], []
+    reasons = []
+    logs = [*one.ranks, *several.ranks]
     if any(e.drew for log in logs for e in log.of(ForwardEnded) if e.trains):
-        values.append(
+        reasons.append(
             "the forward draws random numbers (noise, or a dropout that is not torch's), and the "
             "micro-batches of a step depend on the number of processes."
         )
     if "local" in norms or ("synchronised" in norms and len(normalised) > 1):
-        values.append(
+        reasons.append(
             "BatchNorm normalises over a micro-batch, and these depend on the number of processes. With "
             "sync_batchnorm they are compared, if the first micro-batches of all ranks together are as "
             "large as that of one process."
         )
-    elif "synchronised" in norms and logs[0].of(Evaluated):
-        scores.append(
-            "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
-            "rounding error."
-        )
     if coarse and rtol is None:
-        values.append(
+        reasons.append(
             f"rounding in {' and '.join(coarse)} is coarse. --rtol gives the allowed difference."
         )
-    return [f"losses and gradients: {why}" for why in values], scores
+    if reasons:
+        # Reproducible training refuses sync_batchnorm.
+        if "synchronised" not in norms:
+            reasons.append("--bitwise compares them.")
+        why = NotJudged(" ".join(reasons))
+        return {"losses and gradients": why, "evaluation": why}
+    if "synchronised" in norms:
+        biases = (
+            "the running statistics of BatchNorm include biases whose gradient is rounding error."
+        )
+        return {"evaluation": NotJudged(biases)}
+    return {}
 
 
 class _Search:
@@ -231,26 +237,23 @@ class _Search:
         self._largest: dict[str, float] = {}
         self._scale: dict[tuple[int, str], float] = {}
 
-    def equal(self) -> list[str]:
+    def equal(self) -> dict[str, Judgement]:
         """How often each quantity was compared, and its largest difference."""
-        lines = []
+        found: dict[str, Judgement] = {}
         for quantity, times in self._times.items():
-            near = ""
+            near = ", all bits are equal"
             if self._rtol and quantity in self._largest:
-                near = f", the largest relative difference {self._largest[quantity]:.2g}"
-            lines.append(f"{quantity}: {times} compared{near}")
-        return lines
+                near = f", the largest relative difference is {self._largest[quantity]:.2g}"
+            elif self._rtol:
+                near = ""
+            found[quantity] = NoFault(f"{times} compared{near}.")
+        return found
 
     def first_difference(self, one: Point, other: Point) -> Difference | None:
         """The first difference between two points, in the order of the script."""
         if one.of(Evaluated):
-            found = next(self._evaluations(one, other), None)
-        else:
-            found = next(self._differences(one, other), None)
-        if found is None:
-            return None
-        counts = found.counts or (len(one.ranks), len(other.ranks))
-        return replace(found, step=one.step, counts=counts)
+            return next(self._evaluations(one, other), None)
+        return next(self._differences(one, other), None)
 
     def _differences(self, one: Point, other: Point) -> Iterator[Difference]:
         steps, others = one.of(TrainingStep), other.of(TrainingStep)
@@ -270,7 +273,7 @@ class _Search:
         first, *rest = other.of(WeightsAt)
         for rank, event in enumerate(rest, 1):
             for found in self._tensors("parameter of ranks", first.params, event.params):
-                yield replace(found, counts=(0, rank))
+                yield found._replace(rank=rank)
         params = one.of(WeightsAt)[0].params
         if not steps:
             for event in (first, *rest):
@@ -290,7 +293,7 @@ class _Search:
         self._times["samples of a step"] += 1
         if x != y:
             only = sorted((x - y).elements()), sorted((y - x).elements())
-            yield Difference("samples", "ids", only)
+            yield Difference("samples of a step", "", only)
 
     def _evaluations(self, one: Point, other: Point) -> Iterator[Difference]:
         first = one.of(Evaluated)[0]
@@ -358,8 +361,3 @@ def _is_share(value: float, samples: int) -> bool:
     """Whether a score is a share of the samples, such as an accuracy."""
     count = value * samples
     return 0 <= value <= 1 and abs(count - round(count)) < 1e-4
-
-
-def processes(count: int) -> str:
-    """A number of processes in words."""
-    return f"{count} process{'es' * (count != 1)}"

@@ -14,16 +14,17 @@ from pathlib import Path
 import psutil
 
 from paceline.audit import evidence
-from paceline.audit.audit import AuditResult, audit
+from paceline.audit.audit import AuditResult, Execute, audit
 from paceline.audit.events import TrainingBuilt
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import Refused, refuse, refuse_early_exit
+from paceline.audit.rules.rule import Case
 from paceline.audit.run_plan import RunPlan
 from paceline.errors import ConfigError
 from paceline.launch.local_ranks import choose_threads
 from paceline.verify.compare import compare
 from paceline.verify.forked_ranks import ForkedRanks, preload
-from paceline.verify.report import VerifyResult, remarks_on, report_audits, report_comparison
+from paceline.verify.report import VerifyResult, remarks_on, report
 
 _POLL_S = 0.25
 # The longest time of a later run: a script may wait in a busy loop for batches that it does not get there.
@@ -95,34 +96,44 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
         remarks = remarks_on(solo)
-        if solo.ranks[0].of(TrainingBuilt):
-            runs = [solo]
-            for count in counts:
-                of_ranks = replace(plan, mode="ordinary", world_size=count)
-                runs.append(run(replace(of_ranks, folder=folder / f"ordinary-{count}")))
-                refuse(runs[-1])
-            found = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-            return report_comparison(found, remarks, runs)
-        for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
-            if option:
-                raise ConfigError(
-                    f"{name} has no effect on a script that does not use paceline.",
-                    why="such a script is audited; its runs are not compared with each other.",
-                    fix=f"leave {name} out.",
-                )
+        uses_paceline = bool(solo.ranks[0].of(TrainingBuilt))
+        if not uses_paceline:
+            _refuse_options(options)
         audits: list[AuditResult] = []
         for count in counts:
             try:
-                audits.append(audit(solo, count, run, folder, strict=options.strict))
+                if uses_paceline:
+                    audits.append(_compare(solo, count, run, options))
+                else:
+                    audits.append(audit(solo, count, run, folder, strict=options.strict))
             except Refused as refused:
                 if not any(each.faults for each in audits):
                     raise
                 remarks.append(f"with {count} processes it could not be verified: {refused.what}")
                 break
-        return report_audits(audits, remarks)
+        return report(audits, remarks)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_options(options: VerifyOptions) -> None:
+    for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
+        if option:
+            raise ConfigError(
+                f"{name} has no effect on a script that does not use paceline.",
+                why="such a script is audited; its runs are not compared with each other.",
+                fix=f"leave {name} out.",
+            )
+
+
+def _compare(solo: Run, count: int, execute: Execute, options: VerifyOptions) -> AuditResult:
+    """Run a script that uses paceline on `count` processes, and compare it with the run of one."""
+    folder = solo.plan.folder.parent / f"ordinary-{count}"
+    several = execute(replace(solo.plan, mode="ordinary", world_size=count, folder=folder))
+    refuse(several)
+    judged = compare(solo, several, rtol=options.rtol, bitwise=options.bitwise)
+    return AuditResult(Case(solo, several), judged)
 
 
 def _make_empty(folder: Path) -> None:
