@@ -156,7 +156,7 @@ def test_what_reproducible_mode_refuses_is_said_in_a_sentence(tmp_path: Path) ->
         in facts["what"]
     )
     assert facts["why"] == "--bitwise turns reproducible mode on."
-    assert facts["where"].startswith("train.py:")
+    assert "train.py:" in facts["where"]
     assert facts["fix"] == "leave --bitwise out."
 
 
@@ -169,7 +169,7 @@ def test_other_wrong_input_is_not_blamed_on_bitwise(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     code, facts = run(tmp_path, "--bitwise", "train.py")
     assert code == 3
-    assert "ConfigError: precision must be one of" in facts["what"]
+    assert "ConfigError: precision must be fp32" in facts["what"]
     assert not facts["fix"]
 
 
@@ -189,7 +189,7 @@ FAULTS = [
         {"loss": "loss = loss * (1 + job.rank)", "wrapped": "torch.compile(paceline.ddp(job, net))"},
     ),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
-    ("evaluation", 40, "error", {"score": "* (1 + job.rank)"}),
+    ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
     ("loss", 1, "", {"loss": "loss = loss * (1 + 10 * job.rank)", **DROPOUT}),
 ]  # fmt: skip
 
@@ -204,7 +204,8 @@ FAULTS = [
 def test_the_first_difference_is_named(
     quantity: str, step: int, name: str, parts: dict[str, str], tmp_path: Path
 ) -> None:
-    code, facts = verify(tmp_path, **parts)
+    # The rates of some of these grow in each step.
+    code, facts = verify(tmp_path, "--steps", "20", **parts)
     (found,) = facts["audits"][0]["faults"]
     assert (code, found["rule"], found["step"]) == (1, quantity, step)
     between = "rank 0 and rank 1" if quantity == "parameter of ranks" else "1 and 2 processes"
