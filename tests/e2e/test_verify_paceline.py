@@ -112,7 +112,7 @@ def test_a_script_that_trains_on_is_named(
         "seen. --steps 400 watches more."
     ]
     assert facts["remarks"][1:] == notes * trains_on
-    assert facts["remarks"][0].startswith("dropout was turned off")
+    assert facts["remarks"][0].startswith("dropout is off")
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def _finding(found: Difference, point: Point, at: str, count: int) -> Finding:
         what=f"{when if point.step else 'before the first step'}, {what}.",
         at=at,
         why=_WHY[found.quantity],
-        fix="make the result of this line independent of the rank and of the number of processes.",
+        fix="make the result independent of the rank and of the number of processes.",
         evidence=shown,
         effect=effect,
         step=point.step or None,

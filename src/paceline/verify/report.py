@@ -56,7 +56,7 @@ def remarks_on(solo: Run) -> list[str]:
             "in the ordinary run a different one on each rank, else one for all."
         )
     if uses_paceline and not solo.plan.bitwise:
-        remarks.append("dropout was turned off during verification; with --bitwise it is on.")
+        remarks.append("dropout is off during verification; with --bitwise it is on.")
     if log.of(TrainingContinues):
         watched = solo.plan.steps
         remarks.append(
