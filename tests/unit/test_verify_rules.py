@@ -70,7 +70,7 @@ from paceline.audit.rules.statistics import different_buffers, different_untrain
 from paceline.audit.rules.weights import changed_outside, drifting_weights
 from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
-from paceline.verify.report import report_audits
+from paceline.verify.report import report
 
 
 def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
@@ -568,12 +568,12 @@ def test_batches_that_a_resume_skips_are_not_used(skipped: int, group: int, used
 def test_no_run_that_failed_is_followed_by_exit_code_0(failing: str) -> None:
     failed = Failed(type="ValueError", message="no score\nfor 3", place="t.py:9")
     solo, ordinary = run("solo", [SeedSet()]), run("ordinary", [], [])
-    codes = [report_audits([AuditResult(Case(solo, ordinary))], []).exit_code]
+    codes = [report([AuditResult(Case(solo, ordinary))], []).exit_code]
     if failing == "solo":
         solo = replace(run("solo", [SeedSet(), failed]), returncode=1)
     else:
         ordinary = replace(run("ordinary", [], [EndedByVerify(), failed]), returncode=1)
-    result = report_audits([AuditResult(Case(solo, ordinary))], [])
+    result = report([AuditResult(Case(solo, ordinary))], [])
     assert [*codes, result.exit_code] == [0, 3]
     cause = "failed after the watched steps with ValueError: no score, at t.py:9."
     assert any(cause in line for line in result.lines)
