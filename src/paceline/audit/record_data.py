@@ -265,7 +265,7 @@ class DataHooks:
         name = self._numbered(at)  # equal in all runs
         self._of_dataset[id(loader.dataset)] = name
         sampler, dataset = _sampler(loader), loader.dataset
-        settings = ("num_replicas", "seed", "shuffle", "epoch")
+        settings = ("num_replicas", "seed", "shuffle", "epoch", "replacement")
         iterable = isinstance(dataset, IterableDataset)
         sized: Any = dataset if hasattr(dataset, "__len__") and not iterable else None
         root: Any = None if sized is None else _root(sized)[0]

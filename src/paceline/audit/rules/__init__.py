@@ -28,21 +28,19 @@ from paceline.audit.rules import (
     files,
     groups,
     one_process,
-    randomness,
+    order,
+    random_numbers,
     reduction,
     schedule,
     shards,
     statistics,
     update,
     weights,
-    whole_run,
 )
 from paceline.audit.rules.rule import Rule
 
 # Rules whose faults also cause what other rules look for.
-_NO_SHARDS = "no shards"
-_OVERLAP = "shards overlap"
-_DATASETS = "datasets differ between ranks"
+_SHARDS = "shards"
 _ONE_PROCESS = "step of one process"
 _ADDED = "parameter added after wrapping"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
@@ -64,27 +62,15 @@ RULES = (
         consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
     Rule("process groups", groups.group_of_one, judges_split_models=True),
-    Rule(_NO_SHARDS, shards.whole_dataset),
-    Rule(_OVERLAP, shards.overlapping_shards),
-    Rule(_DATASETS, shards.different_datasets),
-    Rule(
-        "samples used unevenly",
-        whole_run.uneven_use,
-        consequence_of=(_NO_SHARDS, _OVERLAP),
-    ),
-    Rule(
-        "set_epoch forgotten or different",
-        randomness.same_order_each_epoch,
-        judges_split_models=True,
-    ),
-    Rule("same random numbers for samples", randomness.same_augmentation, judges_split_models=True),
-    Rule("same noise on ranks", randomness.same_noise),
+    Rule(_SHARDS, shards.shards),
+    Rule("order of passes", order.order_of_passes, judges_split_models=True),
+    Rule("random numbers", random_numbers.random_numbers),
     Rule(
         _ONE_PROCESS,
         one_process.step_of_one_process,
         works_with_join=False,
         compares_numbers=True,
-        consequence_of=(_DATASETS, _ADDED, _STEPPED_ON_ONE_RANK),
+        consequence_of=(_ADDED, _STEPPED_ON_ONE_RANK),
     ),
     Rule("no_sync around backward only", reduction.no_sync_around_backward),
     Rule(_ADDED, reduction.added_parameter, judges_split_models=True),
@@ -103,7 +89,7 @@ RULES = (
         "reported numbers",
         evaluation.reported_numbers,
         compares_numbers=True,
-        consequence_of=(_DATASETS, _EVALUATED, _SCHEDULE_OF_RANK),
+        consequence_of=(_SHARDS, _EVALUATED, _SCHEDULE_OF_RANK),
     ),
     Rule("files", files.shared_files, judges_split_models=True),
     _of_weights("weights drift apart", weights.drifting_weights, is_last=True),

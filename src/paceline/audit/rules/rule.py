@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,10 +11,6 @@ from paceline.audit.events import DDPBuilt, OptimizerStepBegun, OptimizerStepEnd
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
-# Losses of one batch that differ by less differ by rounding.
-_SAME_LOSS = 1e-3
-# So many forwards show how a script uses its batches; all of them, if there are fewer.
-_MIN_FORWARDS = 3
 
 
 @dataclass(frozen=True)
@@ -66,18 +61,17 @@ class Case:
 
     @cached_property
     def parts_of_equal_batches(self) -> bool:
-        """Whether ranks with one batch and no random numbers have different inputs or losses in step 1.
+        """Whether ranks with one batch have different inputs or losses in step 1, not by random numbers.
 
         They then compute different parts of the same samples, such as parts of each sequence.
         """
-        firsts: dict[Any, tuple[Any, float]] = {}
+        firsts: dict[Any, tuple[Any, Any]] = {}
         for log in self.ranks:
             forward, batches = log.first_forward, log.training_batches
-            if batches and not forward.draws and not forward.drew:
+            if batches and not forward.draws:
                 begin = batches[0].content, *(forward.params or {}).values()
-                own = forward.rows, log.first_backward.loss or 0.0
-                rows, loss = firsts.setdefault(begin, own)
-                if rows != own[0] or not math.isclose(loss, own[1], rel_tol=_SAME_LOSS):
+                own = forward.rows, None if forward.drew else log.first_backward.loss
+                if firsts.setdefault(begin, own) != own:
                     return True
         return False
 
@@ -90,10 +84,11 @@ class Case:
 
     @property
     def divides_equal_batches(self) -> bool:
-        """Whether the ranks give their models different samples, together at most those of rank 0's batch."""
-        sizes = [e.size or 0 for e in self.ranks[0].training_batches][:_MIN_FORWARDS]
+        """Whether ranks with equal batches give their models different samples, together at most a batch."""
+        sizes = [e.size or 0 for e in self.ranks[0].training_batches]
+        batches = [[e.ids or e.content for e in log.training_batches] for log in self.ranks]
         forwards = list(zip(*(each.training_forwards for each in self.ranks), strict=False))
-        if not sizes or len(forwards) < len(sizes):
+        if not sizes or not forwards or any(own != batches[0] for own in batches):
             return False
         for size, parts in zip(sizes, forwards, strict=False):
             rows = [row for event in parts for row in event.rows or ()]
