@@ -109,7 +109,7 @@ if rank == 0:
         + LOADER
         + MODEL
         + LOOP_ALONE.replace("in loader:", "in loader:  # here"),
-        ("shards overlap", 1, "random_split(..., generator="),
+        ("shards", 1, "random_split(..., generator="),
     ),
     "an optimizer in place of another": (
         HEAD

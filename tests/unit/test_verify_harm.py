@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +24,6 @@ from paceline.audit.events import (
     DDPBuilt,
     Evaluated,
     Event,
-    ForwardBegun,
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
@@ -37,7 +34,6 @@ from paceline.audit.events import (
     PassStopped,
     RankEnded,
     RankStarted,
-    SamplesLoaded,
     ScalerStepped,
     ScheduleStepped,
     TrainingBuilt,
@@ -45,19 +41,15 @@ from paceline.audit.events import (
     Unscaled,
     full_name,
 )
-from paceline.audit.evidence import RankLog, Run, _without_pretraining
+from paceline.audit.evidence import RankLog, Run
 from paceline.audit.progress import Progress
-from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
-from paceline.audit.rules.randomness import same_noise
-from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule
 from paceline.audit.rules.schedule import schedule_speed
-from paceline.audit.rules.shards import overlapping_shards, whole_dataset
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.update import clip_before_unscale, update_on_one_rank
 from paceline.audit.rules.weights import drifting_weights
-from paceline.audit.rules.whole_run import uneven_use
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.compare import compare
 
@@ -189,125 +181,6 @@ def test_a_schedule_of_n_times_the_rate_with_a_warm_up_of_fixed_length() -> None
     assert isinstance(judged, NoFault), judged
 
 
-def test_samples_are_used_equally_often_in_whole_passes() -> None:
-    def uses(times: list[int], *, whole: bool = True) -> list[Event]:
-        ids = [i for i, n in enumerate(times) for _ in range(n)]
-        events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
-        for number, i in enumerate(ids):
-            batch = BatchGiven(loader="a", ids=[i])
-            step = OptimizerStepEnded(step=number + 1)
-            events += [batch, BackwardBegun(), step]
-        return [*events, PassExhausted(loader="a")] if whole else events
-
-    solo = uses([2] * 100)
-    even = [uses([1] * 100), uses([1] * 100)]
-    assert isinstance(uneven_use(case(*even, solo=solo)), NoFault)
-    again = [uses([1] * 100), uses([2] * 20 + [1] * 80)]
-    assert isinstance(uneven_use(case(*again, solo=solo)), Finding)
-    left = [uses([1] * 100), uses([2] * 20 + [1] * 80, whole=False)]  # with a fixed number of steps
-    assert isinstance(uneven_use(case(*left, solo=solo)), NoFault)
-
-
-def test_rows_that_are_padded_are_not_counted() -> None:
-    """Without a loader, samples are known by what the model gets: to the longest row of a rank's part."""
-
-    def uses(rows: list[int], times: int = 1) -> list[Event]:
-        events: list[Event] = []
-        for number, row in enumerate(rows * times):
-            forward = ForwardEnded(trains=True, rows=[row], samples=1)
-            events += [forward, BackwardBegun(), OptimizerStepEnded(step=number + 1)]
-        return events
-
-    solo, own = uses([*range(100)] * 2), uses([*range(100)])
-    skipped = uses([*range(20)] * 2 + [*range(20, 80)])
-    assert isinstance(uneven_use(case(own, skipped, solo=solo)), Finding)
-    padded = uses([*range(200, 220), *range(20, 100)])
-    judged = uneven_use(case(own, padded, solo=solo))
-    assert isinstance(judged, NotJudged)
-    assert "padded" in judged.why
-
-
-def _gives(parts: list[list[int]]) -> list[Event]:
-    events: list[Event] = []
-    for number, rows in enumerate(parts):
-        events += [
-            ForwardEnded(trains=True, rows=rows, samples=len(rows), sync=True),
-            BackwardBegun(),
-        ]
-        events.append(OptimizerStepEnded(step=number + 1))
-    return events
-
-
-def test_shards_of_several_passes_that_are_shuffled_anew_are_not_the_whole_dataset() -> None:
-    passes = [random.Random(seed).sample(range(960), 960) for seed in range(4)]
-    batches = [order[first : first + 16] for order in passes for first in range(0, 960, 16)]
-    batches = batches[: 36 * 6]  # 3.6 passes
-    shards = [_gives([batch[rank::2] for batch in batches]) for rank in range(2)]
-    assert isinstance(whole_dataset(case(*shards)), NoFault)
-    # Each rank reads all of it, in another order.
-    whole = [_gives(batches), _gives([*batches[60:], *batches[:60]])]
-    assert isinstance(whole_dataset(case(*whole)), Finding)
-
-
-@pytest.mark.parametrize(
-    ("parts", "rule", "found"),
-    [
-        ([(0, 40), (20, 60)], overlapping_shards, Finding),
-        ([(0, 40), (20, 60), (40, 80)], overlapping_shards, Finding),
-        ([(0, 40), (20, 60), (40, 80)], whole_dataset, NoFault),
-        ([(0, 60), (0, 60), (1, 61)], whole_dataset, Finding),
-        ([(0, 60), (0, 60), (1, 61)], overlapping_shards, NoFault),
-    ],
-)
-def test_parts_of_a_stream_that_overlap_are_no_whole(
-    parts: list[tuple[int, int]], rule: Callable[[Case], Judgement], found: type
-) -> None:
-    logs = []
-    for rank, part in enumerate(parts):
-        samples = [*range(*part)]
-        events: list[Event] = [
-            LoaderSeen(loader="a", iterable=True),
-            PassBegun(loader="a"),
-            BatchGiven(loader="a"),
-            ForwardEnded(trains=True, sync=True),
-            BackwardBegun(),
-        ]
-        logs.append(RankLog(rank, events, [SamplesLoaded(loader="a", contents=samples)]))
-    ordinary = Run(RunPlan(Path("x"), "ordinary", len(parts), 20), logs, 0)
-    assert isinstance(rule(Case(ordinary, ordinary)), found)
-
-
-@pytest.mark.parametrize(("replicas", "found"), [(2, NoFault), (4, Finding)])
-def test_a_padded_sample_in_groups_of_ranks_that_have_a_subset_each(
-    replicas: int, found: type
-) -> None:
-    logs = []
-    for rank in range(4):
-        ids = [*range(100 * rank, 100 * rank + 50), 100 * (rank // 2)]
-        sharding = {"num_replicas": replicas, "seed": 0, "shuffle": True}
-        events: list[Event] = [
-            LoaderSeen(loader="a", split=rank // 2, sharding=sharding, root_samples=400),
-            PassBegun(loader="a"),
-            BatchGiven(loader="a", ids=ids),
-            ForwardEnded(trains=True, sync=True),
-            BackwardBegun(),
-        ]
-        logs.append(RankLog(rank, events, [SamplesLoaded(loader="a", ids=ids, contents=ids)]))
-    ordinary = Run(RunPlan(Path("x"), "ordinary", 4, 20), logs, 0)
-    assert isinstance(overlapping_shards(Case(ordinary, ordinary)), found)
-
-
-def test_uneven_use_may_be_a_consequence_of_equal_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Finding(what="x", at="", why="", fix="", evidence="", effect="")
-    rules = [
-        replace(rule, judge=lambda _: fault)
-        for rule in RULES
-        if rule.name in ("no shards", "samples used unevenly")
-    ]
-    monkeypatch.setattr("paceline.audit.audit.RULES", rules)
-    assert _faults([], []) == ["no shards"]
-
-
 def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Finding(what="x", at="", why="", fix="", evidence="", effect="")
     for is_note in (True, False):
@@ -322,88 +195,11 @@ def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 # Noise and devices
 
 
-def _noisy(state: int) -> list[Event]:
-    return [
-        ForwardEnded(
-            trains=True,
-            sync=True,
-            steps_done=step,
-            random={"torch": 10 * step + state},
-            drew=["torch"],
-        )
-        for step in range(4)
-    ]
-
-
-def test_equal_noise_of_two_ranks_of_which_none_is_rank_0() -> None:
-    judged = same_noise(case(_noisy(0), _noisy(1), _noisy(1)))
-    assert isinstance(judged, Finding)
-    assert list(judged.ranks) == [1, 2]
-
-
-def _trains_a_baseline_first(rank: int, *, exchanges: bool) -> list[Event]:
-    """Trains model 0 on a loader that all ranks read alike, then model 1 on the rank's own part of it."""
-    events: list[Event] = []
-    for number, loader in enumerate(("alike", "own")):
-        events += [DDPBuilt(group_size=2)] * (number != exchanges)
-        events += [
-            LoaderSeen(loader=loader, samples=12, root_samples=12, batches=6, batch_size=2),
-            PassBegun(loader=loader),
-        ]
-        for step in range(6):
-            rows = [2 * step, 2 * step + 1] if number == 0 else [2 * step + rank, 99]
-            forward = ForwardEnded(
-                trains=True,
-                model=number,
-                rows=rows,
-                sync=True if number or exchanges else None,
-                random={"torch": 10 * number + step + rank * number},
-                drew=["torch"],
-            )
-            events += [
-                BatchGiven(loader=loader, ids=rows),
-                ForwardBegun(),
-                forward,
-                BackwardBegun(),
-                OptimizerStepBegun(step=6 * number + step + 1),
-                OptimizerStepEnded(step=6 * number + step + 1),
-            ]
-    return events
-
-
-@pytest.mark.parametrize("exchanges", [False, True])
-def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
-    logs = []
-    for rank in range(2):
-        events = _trains_a_baseline_first(rank, exchanges=exchanges)
-        fetches = [
-            SamplesLoaded(loader=e.loader, ids=e.ids, contents=e.ids or [], labels=e.ids or [])
-            for e in events
-            if isinstance(e, BatchGiven)
-        ]
-        logs.append(RankLog(rank, events, fetches))
-    plan = RunPlan(Path("x"), "ordinary", 2, 20)
-    ordinary = Run(plan, _without_pretraining(logs), 0)
-    for rule in (whole_dataset, same_noise):
-        judged = rule(Case(ordinary, ordinary))
-        assert isinstance(judged, Finding) == exchanges, judged
-
-
 def test_what_another_module_computed_is_no_sample() -> None:
     inputs = torch.ones(3, 2)
     assert record_loop._samples((inputs,)) == (3, digest_rows(inputs))
     assert record_loop._samples((torch.nn.Linear(2, 2)(inputs),)) == (3, None)
     assert record_loop._samples((torch.nn.Parameter(inputs),)) == (3, None)
-
-
-@pytest.mark.parametrize(("changes", "found"), [(True, Finding), (False, NotJudged)])
-def test_a_constant_input_is_no_sample(changes: bool, found: type) -> None:
-    """A loop without loaders, in which all ranks have the same inputs."""
-    rank: list[Event] = [
-        ForwardEnded(trains=True, sync=True, rows=[10 * number * changes + i for i in range(8)])
-        for number in range(12)
-    ]
-    assert isinstance(whole_dataset(case(rank, rank)), found)
 
 
 def test_a_forward_that_measures_a_layer_before_the_weights_are_equal() -> None:

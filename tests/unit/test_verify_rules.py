@@ -45,10 +45,8 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
-    PassExhausted,
     RankEnded,
     RankStarted,
-    SamplesLoaded,
     ScheduleStepped,
     SeedSet,
     TrainingContinues,
@@ -62,13 +60,10 @@ from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
-from paceline.audit.rules.randomness import same_noise, same_order_each_epoch
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
 from paceline.audit.rules.schedule import schedule_of_rank, schedule_speed
-from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_buffers, different_untrained_models
 from paceline.audit.rules.weights import changed_outside, drifting_weights
-from paceline.audit.rules.whole_run import _used_batches
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.report import report
 
@@ -156,118 +151,6 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     pair = replace(call("all_reduce", 2), group=[0, 1])
     usual = [call("barrier", 9, 3)]
     assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
-
-
-def _read_by(rank: int, contents: list[dict[int, int]], *, seeds: bool = True) -> RankLog:
-    """The log of a rank that read these samples, by index, in passes over one loader."""
-    loader = LoaderSeen(loader="a", at="t.py:1", sharding={"num_replicas": 2})
-    batch = BatchGiven(loader="a", ids=[])
-    events: list[Event] = [loader, PassBegun(loader="a"), batch, BackwardBegun()]
-    events += [SeedSet()] * seeds
-    fetches = [
-        SamplesLoaded(loader="a", ids=[*each], contents=[*each.values()]) for each in contents
-    ]
-    return RankLog(rank, events, fetches)
-
-
-SAMPLES = {index: 100 + index for index in range(8)}
-OTHERS = {index: 200 + index for index in range(8)}
-
-
-@pytest.mark.parametrize(
-    ("passes", "seeds", "found"),
-    [
-        ([[SAMPLES, SAMPLES], [SAMPLES, SAMPLES]], True, NoFault),
-        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], True, Finding),
-        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], False, NotJudged),  # samples of each rank's own
-        ([[SAMPLES], [OTHERS]], True, NoFault),  # they may be augmented at random
-        ([[SAMPLES, OTHERS], [SAMPLES, SAMPLES]], True, NotJudged),  # they are
-    ],
-)
-def test_ranks_divide_one_dataset(
-    passes: list[list[dict[int, int]]], seeds: bool, found: type
-) -> None:
-    logs = [_read_by(rank, own, seeds=seeds) for rank, own in enumerate(passes)]
-    plan = RunPlan(Path("x"), "ordinary", 2, 20)
-    judged = different_datasets(Case(Run(plan, logs[:1], 0), Run(plan, logs, 0)))
-    assert isinstance(judged, found)
-
-
-@pytest.mark.parametrize(
-    ("values_of_ranks", "permuted", "found"),
-    [
-        ([1.0] * 40, False, NoFault),
-        ([1.00001] * 40, False, NoFault),  # a sum over the ranks is rounded in another order
-        ([2.0] * 40, False, Finding),
-        ([2.0] * 10 + [1.0] * 30, False, NoFault),  # padding, for one
-        ([2.0] * 40, True, NoFault),  # the same samples with other numbers
-    ],
-)
-def test_samples_that_depend_on_the_number_of_processes(
-    values_of_ranks: list[float], permuted: bool, found: type
-) -> None:
-    def read(rank: int, values: list[float]) -> RankLog:
-        log = _read_by(rank, [{}], seeds=True)
-        contents = [i * 1000 + int(value * 100_000) for i, value in enumerate(values)]
-        if permuted and rank:
-            contents = [(39 - i) * 1000 + 100_000 for i in range(40)]
-        fetch = SamplesLoaded(
-            loader="a", ids=[*range(40)], contents=contents, magnitudes=[10 * v for v in values]
-        )
-        return replace(log, fetches=[fetch, fetch])
-
-    solo, ranks = read(0, [1.0] * 40), [read(rank, values_of_ranks) for rank in (1, 2)]
-    plan = RunPlan(Path("x"), "ordinary", 2, 20)
-    judged = different_datasets(Case(Run(plan, [solo], 0), Run(plan, ranks, 0)))
-    assert isinstance(judged, found), judged
-    if isinstance(judged, Finding):
-        assert judged.effect == "40 of 40 samples have other values"
-
-
-@pytest.mark.parametrize(("common", "found"), [(0, NoFault), (1, Finding)])
-def test_few_steps_show_that_the_ranks_have_other_subsets(common: int, found: type) -> None:
-    def rank(number: int) -> RankLog:
-        ids = [100 * number + i for i in range(20)]
-        ids[:common] = [7] * common
-        loader = LoaderSeen(loader="a", split=number, sharding={"num_replicas": 2})
-        batch = BatchGiven(loader="a", ids=ids)
-        events: list[Event] = [loader, PassBegun(loader="a"), batch, BackwardBegun()]
-        return RankLog(number, events, [SamplesLoaded(loader="a", ids=ids, contents=ids)])
-
-    ordinary = Run(RunPlan(Path("x"), "ordinary", 2, 20), [rank(1), rank(2)], 0)
-    judged = overlapping_shards(Case(run("solo", []), ordinary))
-    assert isinstance(judged, found), judged
-
-
-@pytest.mark.parametrize(
-    ("solo", "second", "found"),
-    [
-        (range(100), [range(50), range(50, 100)], NoFault),
-        (range(100), [range(50), range(40, 90)], Finding),
-        ([7] * 100, [range(50), range(40, 90)], NoFault),  # one process draws with replacement
-    ],
-)
-def test_the_shards_of_a_later_pass(solo: Any, second: list[Any], found: type) -> None:
-    def rank(number: int, *passes: Any, ended: bool = True) -> RankLog:
-        events: list[Event] = [LoaderSeen(loader="a", sharding={"num_replicas": 2})]
-        for at, ids in enumerate(map(list, passes)):
-            names: Any = {"loader": "a", "pass_number": at}
-            events += [PassBegun(**names), BatchGiven(**names, ids=ids), BackwardBegun()]
-            events += [PassExhausted(**names)] if ended else []
-        whole = list(range(100))
-        return RankLog(number, events, [SamplesLoaded(loader="a", ids=whole, contents=whole)])
-
-    def judge(*, ended: bool) -> Any:
-        parts = [rank(n, range(50 * n, 50 * n + 50), second[n], ended=ended) for n in range(2)]
-        plan = RunPlan(Path("x"), "ordinary", 2, 20)
-        alone = Run(plan, [rank(0, range(100), solo)], 0)
-        return overlapping_shards(Case(alone, Run(plan, parts, 0)))
-
-    judged = judge(ended=True)
-    assert isinstance(judged, found), judged
-    if isinstance(judged, Finding):
-        assert judged.evidence.startswith("10 of 90 samples of pass 2")
-    assert isinstance(judge(ended=False), NoFault)
 
 
 @pytest.mark.parametrize("differ", [False, True])
@@ -448,62 +331,6 @@ def test_a_schedule_in_a_run_without_a_step() -> None:
     assert not isinstance(schedule_speed(Case(solo, hung)), Finding)
 
 
-def _noisy(rank: int, count: int) -> list[Event]:
-    """Five forwards; before the first `count` of them the ranks draw equal noise."""
-    return [
-        ForwardEnded(
-            trains=True,
-            model=0,
-            steps_done=s,
-            at="t.py:1",
-            samples=4,
-            draws=1024 * (s < count),
-            random={"torch": s, "cuda": s},
-            drew=[],
-            rows=[rank],
-            sync=True,
-        )
-        for s in range(5)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("count", "found"), [(0, NoFault), (1, NoFault), (2, NoFault), (3, Finding)]
-)
-def test_equal_noise_in_one_forward_may_be_a_constant(count: int, found: type) -> None:
-    judged = same_noise(case(_noisy(0, count), _noisy(1, count)))
-    assert isinstance(judged, found)
-    if not count:
-        assert isinstance(judged, NoFault)
-        assert "draws no noise" in judged.evidence
-
-
-def test_masks_of_one_of_two_generators_are_equal() -> None:
-    ranks = [_noisy(rank, 0) for rank in range(2)]
-    for rank, events in enumerate(ranks):
-        for event in events:
-            assert isinstance(event, ForwardEnded)
-            event.drew.extend(["torch", "cuda"])
-            event.random["torch"] = rank
-    judged = same_noise(case(*ranks))
-    assert isinstance(judged, Finding)
-    assert "'cuda'" in judged.why
-
-
-@pytest.mark.parametrize("seeds", [["t.py:3", ""], ["", "t.py:3"], []])
-def test_equal_masks_by_the_seed_of_a_library_are_a_note(seeds: list[str]) -> None:
-    ranks: list[list[Event]] = []
-    for _ in range(2):
-        forwards = _noisy(0, 0)
-        for event in forwards:
-            assert isinstance(event, ForwardEnded)
-            event.drew.append("torch")
-        ranks.append([*(SeedSet(at=at) for at in seeds), *forwards])
-    judged = same_noise(case(*ranks))
-    assert isinstance(judged, Finding)
-    assert judged.is_note == (seeds[-1:] == [""])
-
-
 def test_no_model_but_the_trained_one_was_evaluated() -> None:
     judged = different_untrained_models(case([], []))
     assert judged == NoFault("all models that were used without gradient are trained.")
@@ -514,20 +341,6 @@ def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
     ddp, backward = DDPBuilt(group_size=2), BackwardBegun(at="t.py:4")
     assert case(*[[ddp, *exchange, backward]] * 2).splits_model
     assert not case(*[[ddp, backward, *exchange]] * 2).splits_model
-
-
-@pytest.mark.parametrize("of_library", [True, False])
-def test_a_stream_of_a_library_with_one_order_is_a_note(of_library: bool) -> None:
-    stream = LoaderSeen(loader="a", iterable=True, takes_epoch=True, of_library=of_library)
-    events: list[Event] = [stream]
-    for number in range(2):
-        events.append(PassBegun(loader="a", pass_number=number))
-        for content in range(3):
-            events.append(BatchGiven(loader="a", pass_number=number, content=content))
-            events.append(BackwardBegun(at="t.py:2"))
-    judged = same_order_each_epoch(case(events, events))
-    assert isinstance(judged, Finding)
-    assert judged.is_note == of_library
 
 
 def _given(*ids: int) -> BatchGiven:
@@ -552,18 +365,6 @@ def test_ranks_with_a_sampler_for_all_of_them_train_one_model(parts: int, found:
 
 
 # `group`: how many batches are fetched before their backwards.
-@pytest.mark.parametrize(
-    ("skipped", "group", "used"), [(0, 1, 7), (1, 1, 7), (3, 1, 4), (0, 2, 7), (1, 2, 7), (3, 2, 4)]
-)
-def test_batches_that_a_resume_skips_are_not_used(skipped: int, group: int, used: int) -> None:
-    events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
-    for number in range(7):
-        events.append(BatchGiven(loader="a", ids=[number]))
-        if number >= skipped and (number + 1 - skipped) % group == 0:
-            events += [ForwardBegun(), ForwardEnded(trains=True), BackwardBegun(at="t.py:3")]
-    assert len(_used_batches(RankLog(0, events, []))) == used
-
-
 @pytest.mark.parametrize("failing", ["solo", "ordinary"])
 def test_no_run_that_failed_is_followed_by_exit_code_0(failing: str) -> None:
     failed = Failed(type="ValueError", message="no score\nfor 3", place="t.py:9")
@@ -757,7 +558,7 @@ def test_without_private_names_of_torch_loaders_still_work(
     events.append(BackwardBegun())
     run_ = Run(plan, [RankLog(rank, events, []) for rank in range(2)], 0)
     judged = judge(Case(run_, run_))
-    for rule in ("no shards", "shards overlap", "same random numbers for samples"):
+    for rule in ("shards", "random numbers"):
         assert isinstance(judged[rule], NotJudged), judged[rule]
 
 

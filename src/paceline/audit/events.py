@@ -191,7 +191,7 @@ class LoaderSeen(Event):
     built: str = ""  # a second name, from the line that built it; for `len(loader)`
     sampler: str = ""  # the name of its type
     sampler_id: int = 0  # equal for loaders of one sampler
-    # Those of the attributes "num_replicas", "seed", "shuffle", "epoch" and "replacement" that the sampler has.
+    # Those of "num_replicas", "seed", "shuffle", "epoch" and "replacement" that the sampler has.
     sharding: dict[str, Any] = field(default_factory=dict)
     takes_epoch: bool = False  # whether its sampler or dataset has `set_epoch`
     batch_size: int | None = None

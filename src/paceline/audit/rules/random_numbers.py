@@ -25,9 +25,16 @@ def random_numbers(case: Case) -> Judgement:
     note = _of_samples(case) or _of_forwards(case)
     if note is not None:
         return note
-    if not all(log.fetches or log.training_forwards for log in case.ranks):
+    loads, forwards = (
+        sum(map(len, own))
+        for own in zip(*((log.fetches, log.training_forwards) for log in case.ranks), strict=True)
+    )
+    if not loads and not forwards:
         return NotJudged("neither the loading of samples nor a forward of training was seen.")
-    return NoFault("no two ranks or workers drew numbers from equal states of a generator.")
+    return NoFault(
+        f"no two ranks or workers drew numbers from equal states of a generator, in {loads} batches that "
+        f"were loaded and {forwards} forwards."
+    )
 
 
 def _of_samples(case: Case) -> Finding | None:

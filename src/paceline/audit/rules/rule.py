@@ -12,7 +12,6 @@ from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.states import Mismatch, find_mismatch
 
 
-
 @dataclass(frozen=True)
 class Case:
     """The runs of one script that a rule may use."""

@@ -43,7 +43,9 @@ def shards(case: Case) -> Judgement:
         by_inputs = _judge_inputs(case)
         found = [by_inputs] if isinstance(by_inputs, Finding) or not found else found
     if all(isinstance(each, NoFault) for each in found):
-        return NoFault("; ".join(each.evidence for each in found if isinstance(each, NoFault)) + ".")
+        return NoFault(
+            "; ".join(each.evidence for each in found if isinstance(each, NoFault)) + "."
+        )
     if case.divides_equal_batches:
         return NoFault("each rank gives the model its own part of each batch.")
     findings = [each for each in found if isinstance(each, Finding)]
@@ -224,7 +226,7 @@ def _judge_pass(
         return Finding(
             what=cause.what,
             at=loader.at,
-            step=case.ranks[0].passes[name, number].begin.steps_done + 1,
+            step=_step(case.ranks[0], name, number),
             why=cause.why,
             fix=_CUT_STREAM if loader.iterable else cause.fix,
             evidence=f"{shared} of {len(seen)} samples of pass {number + 1} were read by more than one rank",
@@ -305,7 +307,7 @@ def _missing(case: Case, name: str, number: int, *, missing: int, whole: int) ->
     return Finding(
         what="the ranks together leave out samples.",
         at=case.ranks[0].loaders[name].at,
-        step=case.ranks[0].passes[name, number].begin.steps_done + 1,
+        step=_step(case.ranks[0], name, number),
         why="often the samples are divided twice, or a position that counts the samples of all ranks is used "
         "for those of one rank.",
         fix="give each rank its part once, and compute positions in the order of all samples before.",
@@ -313,6 +315,12 @@ def _missing(case: Case, name: str, number: int, *, missing: int, whole: int) ->
         effect=f"{missing / whole:.0%} of the samples are not used in this pass",
         is_note=True,
     )
+
+
+def _step(log: RankLog, name: str, number: int) -> int:
+    """The first step that gets a batch of a pass."""
+    given = log.passes.get((name, number))
+    return given.begin.steps_done + 1 if given else 1
 
 
 def _reads_whole(loader: LoaderSeen) -> bool:
