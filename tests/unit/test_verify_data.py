@@ -220,18 +220,23 @@ HALF = {i: 5000 + i for i in range(20)}
 @pytest.mark.parametrize(
     ("loader", "contents", "found"),
     [
-        (DIVIDED, [({}, {}), ({}, {})], NoFault),
-        (DIVIDED, [({}, {}), (OWN, OWN)], Finding),
-        (DIVIDED, [({}, {}), (HALF, HALF)], Finding),
-        (CUSTOM, [({}, {}), (OWN, OWN)], NoFault),  # data of each rank's own
-        (CUSTOM, [({}, {}), (HALF, HALF)], NotJudged),
-        (DIVIDED, [({}, OWN), (OWN, {})], NoFault),  # random: they change when they are read again
+        (DIVIDED, [[{}] * 3, [{}] * 3], NoFault),
+        (DIVIDED, [[{}] * 3, [OWN] * 3], Finding),
+        (DIVIDED, [[{}] * 3, [HALF] * 3], Finding),
+        (DIVIDED, [[{}] * 2, [HALF] * 2], NotJudged),  # not read again: they may be random
+        (DIVIDED, [[{}] * 3, [HALF, HALF, OWN]], NotJudged),  # they are
+        (CUSTOM, [[{}] * 3, [OWN] * 3], NoFault),  # data of each rank's own
+        (CUSTOM, [[{}] * 3, [HALF] * 3], NotJudged),
     ],
 )
 def test_one_index_has_one_sample(loader: LoaderSeen, contents: Any, found: type) -> None:
-    parts = [range(40), range(40, 80)], [range(40, 80), range(40)]
-    ranks = [log_of(loader, p, own) for p, own in zip(parts, contents, strict=True)]
-    judged = shards(case_of(ranks, log_of(loader, [range(80)] * 2)))
+    first, second = range(40), range(40, 80)
+    orders = [first, second, first], [second, first, second]
+    ranks = [
+        log_of(loader, passes[: len(own)], own)
+        for passes, own in zip(orders, contents, strict=True)
+    ]
+    judged = shards(case_of(ranks, log_of(loader, [range(80)] * 3)))
     assert isinstance(judged, found), judged
 
 

@@ -373,7 +373,12 @@ def _trains_without_ddp(weights: list[int], *, exchanges: bool, steps: bool = Tr
     for number, digest in enumerate(weights, 1):
         done = number - 1 if steps else 0
         events += [
-            ForwardEnded(trains=True, steps_done=done, params={"w": digest}, rows=[digest, number]),
+            ForwardEnded(
+                trains=True,
+                steps_done=done,
+                params={"w": digest},
+                rows=[digest + 99 * steps, 200 + number],
+            ),
             BackwardBegun(at="t.py:5", steps_done=done),
         ]
         reduced = CollectiveBegun(op="reduce", group=[0, 1], steps_done=done, at="t.py:6")

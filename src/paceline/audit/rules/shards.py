@@ -368,11 +368,18 @@ def _judge_inputs(case: Case) -> Judgement:
 
 
 def _changing_rows(log: RankLog) -> list[list[int]]:
-    """The inputs of the models whose input changes. Others are given a constant first, such as a grid."""
+    """The inputs of the models whose input changes. Others are given a constant first, such as a grid.
+
+    A single row may be computed, such as the time of a schedule.
+    """
     of_models: dict[int, set[tuple[int, ...]]] = {}
     for event in log.training_forwards:
         of_models.setdefault(event.model, set()).add(tuple(event.rows or ()))
-    return [e.rows for e in log.training_forwards if e.rows and len(of_models[e.model]) > 1]
+    return [
+        e.rows
+        for e in log.training_forwards
+        if e.rows and len(e.rows) > 1 and len(of_models[e.model]) > 1
+    ]
 
 
 def _first_pass(forwards: list[list[int]]) -> list[list[int]]:
