@@ -21,7 +21,6 @@ class Points(Dataset):
     def __len__(self): return 60
     def __getitem__(self, i):
         x = torch.randn(4, generator=torch.Generator().manual_seed(i))
-        {item}
         return x, x.sum()
 
 with paceline.join(seed=3) as job:
@@ -49,7 +48,7 @@ with paceline.join(seed=3) as job:
 """
 PLAIN = {
     "wrapped": "paceline.ddp(job, net)",
-    "item": "", "workers": 0, "bound": "epochs=9", "loss": "", "before": "", "after": "", "score": "",
+    "workers": 0, "bound": "epochs=9", "loss": "", "before": "", "after": "", "score": "",
 }  # fmt: skip
 
 
@@ -188,7 +187,6 @@ FAULTS = [
         "",
         {"loss": "loss = loss * (1 + job.rank)", "wrapped": "torch.compile(paceline.ddp(job, net))"},
     ),
-    ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
     ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
     ("loss", 1, "", {"loss": "loss = loss * (1 + 10 * job.rank)", **DROPOUT}),
 ]  # fmt: skip
@@ -269,5 +267,6 @@ def test_every_example_of_ours(name: str, how: str, tmp_path: Path) -> None:
     assert (code, facts["steps"]) == (0, 40)
     for found in facts["audits"]:
         assert not found["faults"]
-        assert how != "--bitwise" or not found["not_seen"]
+        # One of them has no evaluation.
+        assert how != "--bitwise" or {each["rule"] for each in found["not_seen"]} <= {"evaluation"}
         assert "parameter" in passed(found) or how != "--bitwise"

@@ -57,6 +57,8 @@ def refuse(run: Run) -> None:
                 fix="start processes with subprocess or torch.multiprocessing.",
             )
     if run.hung:
+        if run.steps == 0 and any(log.first(ProcessStarted) for log in run.ranks):
+            raise _no_step(run)
         raise _refused(run, _hang(run), fix="give it more time with --hang-after.")
     if run.out_of_time:
         fix = "give it more time with --timeout, or fewer steps with --steps."
