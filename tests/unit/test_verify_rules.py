@@ -45,6 +45,7 @@ from paceline.audit.events import (
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
+    ProcessStarted,
     RankEnded,
     RankStarted,
     ScheduleStepped,
@@ -56,7 +57,7 @@ from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder, intercept
 from paceline.audit.record_collectives import CollectiveHooks
-from paceline.audit.refusals import Refused, refuse
+from paceline.audit.refusals import Refused, refuse, refuse_other_steps
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
@@ -665,6 +666,34 @@ def test_a_subset_of_a_dataset_without_a_length_has_no_root_samples(tmp_path: Pa
 def test_the_samples_that_a_batch_sampler_gives(index: Any, ids: list[int]) -> None:
     subset = torch.utils.data.Subset(cast(Any, range(8)), range(0, 8, 2))
     assert record_data._samples_of(subset, index) == ids
+
+
+@pytest.mark.parametrize(
+    ("of_one", "of_rank", "is_refused"),
+    [(12, 12, False), (12, 3, True), (12, 14, True), (12, 6, False), (9, 3, False)],
+)
+def test_a_rank_may_take_its_part_of_the_steps(of_one: int, of_rank: int, is_refused: bool) -> None:
+    """3 of 9: three passes of 3 steps, of each of which a rank takes 1."""
+
+    def steps(count: int) -> list[Event]:
+        return [OptimizerStepBegun(step=count, at="t.py:1"), OptimizerStepEnded(step=count)]
+
+    made = Case(run("solo", steps(of_one)), run("ordinary", steps(of_rank), steps(of_rank)))
+    if is_refused:
+        with pytest.raises(
+            Refused, match=f"takes {of_one} steps with 1 process and {of_rank} with 2"
+        ):
+            refuse_other_steps(made)
+    else:
+        refuse_other_steps(made)
+
+
+def test_a_script_that_waits_for_a_process_of_its_own_is_refused() -> None:
+    log = RankLog(0, [ProcessStarted(at="t.py:25")], [])
+    with pytest.raises(Refused, match="never took an optimizer step") as caught:
+        refuse(Run(RunPlan(Path("x"), "solo", 1, 20), [log], 0, hung=True))
+    assert caught.value.where == "t.py:25"
+    assert "it started a process there" in (caught.value.why or "")
 
 
 def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:

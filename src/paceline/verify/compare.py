@@ -29,8 +29,9 @@ from paceline.audit.rules.rule import Finding, Judgement, NoFault, NotJudged
 
 P = TypeVar("P", bound=PointEvent)
 
-# Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
-# below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
+# Relative difference that is allowed for losses, gradient norms and scores. Rounding in float32 causes 1e-7
+# in the first steps, and up to a tenth of it where a training amplifies it; a wrong sample or weight of a
+# step causes a hundred times as much.
 _RTOL = 1e-3
 _BEFORE = "what was compared before was equal"
 _WHY = {
