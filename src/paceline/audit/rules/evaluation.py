@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import mul
 from typing import Any
@@ -50,8 +50,7 @@ class _Number:
     @property
     def effect(self) -> str:
         """The difference in words."""
-        larger = max(abs(self.value), abs(self.one))
-        return f"the number changes by {abs(self.value - self.one) / larger:.2%}"
+        return f"the number changes by {_change(self.value, self.one)}"
 
     def __str__(self) -> str:
         return f"{self.at} has {self.value:.6g} on the ranks and {self.one:.6g} on one process"
@@ -65,7 +64,7 @@ class _Compared:
     one: Evaluation
     null: Evaluation  # that of one process once more
 
-    @property
+    @cached_property
     def joint(self) -> Counter[Any]:
         """How often the ranks together evaluate each sample."""
         return Counter(sample for each in self.ranks for sample in each.samples)
@@ -82,7 +81,7 @@ class _Compared:
         """Whether the ranks evaluate no other samples. If each draws its own, other numbers are no fault."""
         return self.joint.keys() <= set(self.one.samples) and bool(self.joint)
 
-    @property
+    @cached_property
     def numbers(self) -> list[_Number]:
         """The numbers that one process repeats."""
         found = []
@@ -102,7 +101,7 @@ class _Compared:
             if math.isfinite(x) and math.isfinite(y) and _close(y, z)
         ]
 
-    @property
+    @cached_property
     def differing(self) -> list[_Number]:
         """The numbers that are not those of one process.
 
@@ -188,9 +187,9 @@ def _samples_differ(case: Case, each: _Compared) -> Finding:
     proof = next((n for n in each.differing if _counts_samples(n, totals)), None)
     what = [f"{twice} of them several times"] * bool(twice) + [f"{never} never"] * bool(never)
     number = proof or each.differing[0]
-    # One process may leave some out too, such as those of the last batch.
+    # One process may leave some out too, such as those of the last batch; or rank 0 estimates it on a part.
     seen = case.solo.ranks[0].loaders.get(loader)
-    is_design = not twice and (seen is None or seen.samples != one)
+    leaves_out = seen is None or seen.samples != one or not each.ranks[0].exchanges
     return Finding(
         what=f"the ranks evaluate {joint} samples in place of {one}: {' and '.join(what)}.",
         at=each.ranks[0].at,
@@ -199,7 +198,7 @@ def _samples_differ(case: Case, each: _Compared) -> Finding:
         fix="evaluate the indices [rank::world_size] of the dataset, or remove the surplus after a gather.",
         evidence=f"with the same weights, {number}{', a count or a share of the samples' * bool(proof)}",
         effect=f"{share:.2%} of the evaluated samples; {number.effect}",
-        is_note=proof is None or share <= _SMALL_SHARE or is_design,
+        is_note=proof is None or share <= _SMALL_SHARE or (leaves_out and not twice),
     )
 
 
@@ -280,7 +279,7 @@ def _explain(each: _Compared, number: _Number) -> Finding:
                     why="the ranks have other numbers of samples, and their means get the same weight.",
                     fix="all_reduce the sum and the number of samples, then divide.",
                     evidence=evidence,
-                    effect=f"the mean changes by {abs(mean / weighted - 1):.2%}",
+                    effect=f"the mean changes by {_change(mean, weighted)}",
                     is_note=False,
                 )
             if _close(total, number.one) and _close(number.value, mean):
@@ -308,6 +307,7 @@ def _reduced_again(compared: Sequence[_Compared]) -> Iterator[Finding]:
         kept = next((k for k in times if all(_close(x + k * y, z) for x, y, z in sums)), 0)
         # A number of steps so far is no sum over the samples: the first one differs too.
         is_first = any(old.results) and all(map(_close, old.results, old_one.results))
+        is_first &= len(sums) == len(old.results)
         if kept and is_first and new.begun.reduce == "SUM":
             yield Finding(
                 what="a sum over the ranks is reduced again.",
@@ -345,6 +345,11 @@ def _own_part(case: Case) -> Finding | None:
                 is_note=True,
             )
     return None
+
+
+def _change(value: float, other: float) -> str:
+    """The difference of two unequal numbers, as a part of the larger one."""
+    return f"{abs(value - other) / max(abs(value), abs(other)):.2%}"
 
 
 def _listed(numbers: Sequence[float]) -> str:
