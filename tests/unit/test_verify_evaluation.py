@@ -135,6 +135,24 @@ def test_samples_that_no_rank_evaluates(dataset: int, is_note: bool) -> None:
     assert "100 samples in place of 101: 1 never" in judged.what
 
 
+def test_a_part_that_rank_0_evaluates_alone_may_be_an_estimate() -> None:
+    ranks = [evaluates(range(0, 101, 2), *reads(40 / 51)), []]
+    judged = evaluated_samples(case(evaluates(range(101), *reads(80 / 101), dataset=101), ranks))
+    assert isinstance(judged, Finding)
+    assert judged.is_note
+
+
+def test_a_share_that_both_numbers_of_samples_allow_proves_nothing() -> None:
+    ranks = [
+        evaluates(part, *reduces([], [], "all_gather"), *reads(2 / 3)) for part in shards(9, 4)
+    ]
+    judged = evaluated_samples(
+        case(evaluates(range(9), *reads(5 / 9)), ranks)
+    )  # 8 of 12, or 6 of 9
+    assert isinstance(judged, Finding)
+    assert judged.is_note
+
+
 def test_samples_that_each_rank_draws_are_not_judged() -> None:
     whole = evaluates(range(5), *reads(0.5))
     drawn = case(whole, [evaluates(part, *reads(0.6)) for part in ([7, 1, 2], [3, 7, 5])])
@@ -148,6 +166,15 @@ def test_an_evaluation_of_all_samples_on_each_rank_or_on_one(others: list[Any]) 
     judged = case(evaluates(range(5), *reads(0.5)), ranks)
     assert isinstance(evaluated_samples(judged), NoFault)
     assert isinstance(reported_numbers(judged), NoFault)
+
+
+def test_another_number_of_the_same_samples_on_each_rank_is_a_note() -> None:
+    ranks = [evaluates(range(5), *reads(0.6))] * 2
+    judged = case(evaluates(range(5), *reads(0.5)), ranks)
+    assert isinstance(evaluated_samples(judged), NoFault)
+    found = reported_numbers(judged)
+    assert isinstance(found, Finding)
+    assert found.is_note
 
 
 def two(
@@ -175,6 +202,13 @@ def test_a_mean_of_means_is_a_fault(by: str, result: float, reverse: bool) -> No
     assert not judged.is_note
     assert judged.at == "t.py:8"
     assert judged.effect == "the mean changes by 7.89%"
+
+
+def test_a_mean_of_means_that_is_read_too_is_a_fault() -> None:
+    whole, ranks = two(0.38, (0.5, 0.2), 0.7)
+    judged = reported_numbers(case(whole + reads(0.38), [each + reads(0.7) for each in ranks]))
+    assert isinstance(judged, Finding)
+    assert not judged.is_note
 
 
 def test_a_mean_of_gathered_means_is_a_fault() -> None:
@@ -209,7 +243,7 @@ def test_a_sum_that_is_averaged_is_a_note() -> None:
         (0.4, (0.5, 0.3), 0.8, "SUM"),  # it may be divided by the ranks later
         (0.4, (0.4, 0.4), 0.400001, "AVG"),  # rounding
         (5.0, (3.0, 2.0), 3.0, "MAX"),  # a size, to which the other rank pads
-        (1.0, (1.0, 1.0), 2.0, "SUM"),  # the number of batches
+        (3e9, (1e9, 2e9), 3e9 + 256, "SUM"),  # too large for a count: rounding
     ],
 )
 def test_numbers_that_are_those_of_one_process(
@@ -217,6 +251,26 @@ def test_numbers_that_are_those_of_one_process(
 ) -> None:
     judged = reported_numbers(case(*two(one, given, result, by=by)))
     assert isinstance(judged, NoFault), judged
+
+
+def test_the_number_of_batches_is_not_compared() -> None:
+    """5 samples in batches of 2: 3 batches on one process, 2 on each of two ranks."""
+    ranks = [
+        [*evaluates(part[:2]), *evaluates(part[2:], *reduces([2.0], [4.0]))]
+        for part in ([0, 2, 4], [1, 3])
+    ]
+    whole = [*evaluates([0, 1]), *evaluates([2, 3]), *evaluates([4], *reduces([3.0], [3.0]))]
+    assert isinstance(reported_numbers(case(whole, ranks)), NoFault)
+
+
+def test_numbers_that_differ_between_ranks_are_no_result() -> None:
+    """Such as a rank's own loss, printed after a reduction of another number."""
+    ranks = [
+        evaluates(part, *reduces([1.0], [5.0]), *reads(value))
+        for part, value in zip(parts(5, 2), (0.6, 0.4), strict=True)
+    ]
+    whole = evaluates(range(5), *reduces([5.0], [5.0]), *reads(0.5))
+    assert isinstance(reported_numbers(case(whole, ranks)), NoFault)
 
 
 @pytest.mark.parametrize(("of_null", "found"), [(0.51, NoFault), (0.4, Finding)])
@@ -246,6 +300,17 @@ def test_a_sum_that_is_reduced_again(count: int) -> None:
     assert isinstance(judged, Finding)
     assert not judged.is_note
     assert judged.effect == "the sum before is in it 1 time too often"
+
+
+@pytest.mark.parametrize("results", [([32.0], [64.0]), ([16.0], [])])
+def test_sums_that_do_not_contain_the_one_before(results: Sequence[Sequence[float]]) -> None:
+    """The steps so far, of all ranks; a result that is too large to be recorded."""
+    ranks = [
+        evaluates(part, *(event for each in results for event in reduces([1.0], each)))
+        for part in parts(8, 2)
+    ]
+    whole = evaluates(range(8), *reduces([1.0], [16.0]), *reduces([1.0], [32.0]))
+    assert not isinstance(reported_numbers(case(whole, ranks)), Finding)
 
 
 def test_a_number_of_the_samples_of_rank_0() -> None:
@@ -287,6 +352,18 @@ def _used(*rows: int, model: int = 0) -> ForwardEnded:
 )
 def test_the_samples_of_an_evaluation(events: list[Event]) -> None:
     assert RankLog(0, events, []).evaluations[1].rows == {"val": [0, 1, 2, 3]}
+
+
+def test_the_samples_of_each_reduction_and_the_numbers_of_an_evaluation() -> None:
+    events = [
+        *(_batch(0), _used(0), _batch(1), _used(1)),
+        *(*reads(0.1), *reduces([1.0], [1.0]), *reads(0.2)),
+        *(_batch(2), _used(2), *reduces([2.0], [2.0]), *reduces([3.0], [3.0])),
+        *(BatchGiven(loader="train"), *reads(0.3), ForwardEnded(trains=True), BackwardBegun()),
+    ]
+    evaluation = RankLog(0, events, []).evaluations[1]
+    assert [call.samples for call in evaluation.calls["t.py:8"]] == [2, 1, 1]
+    assert evaluation.numbers == {"t.py:9": [0.2]}
 
 
 def test_without_indices_the_inputs_are_the_samples() -> None:
