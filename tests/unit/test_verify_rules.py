@@ -39,9 +39,6 @@ from paceline.audit.events import (
     EndedByVerify,
     Event,
     Failed,
-    ForwardBegun,
-    ForwardEnded,
-    LoaderSeen,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -50,7 +47,6 @@ from paceline.audit.events import (
     RankStarted,
     ScheduleStepped,
     SeedSet,
-    TrainingContinues,
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.models import Models
@@ -60,11 +56,7 @@ from paceline.audit.record_collectives import CollectiveHooks
 from paceline.audit.refusals import Refused, refuse, refuse_other_steps
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
-from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged, Rule, outliers
-from paceline.audit.rules.schedule import schedule_of_rank, schedule_speed
-from paceline.audit.rules.statistics import different_buffers, different_untrained_models
-from paceline.audit.rules.weights import changed_outside, drifting_weights
 from paceline.audit.run_plan import RunPlan
 from paceline.verify.report import report
 
@@ -82,38 +74,6 @@ def case(*ranks: list[Event], hung: bool = False) -> Case:
 def beside_union(one: list[Event], *ranks: list[Event]) -> Case:
     """A case in which one process did this with the samples and weights of the ranks."""
     return Case(run("solo", one), run("ordinary", *ranks), run("union", one))
-
-
-def forward(device: str, cores: list[int]) -> ForwardEnded:
-    return ForwardEnded(devices=[device], cores=cores, at="t.py:1", trains=True)
-
-
-def start(cuda: int, cores: list[int]) -> RankStarted:
-    return RankStarted(cuda_devices=cuda, cores=cores)
-
-
-@pytest.mark.parametrize(
-    ("device", "cuda", "cores", "message"),
-    [
-        (["cuda:0", "cuda:0"], 2, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
-        (["cuda:0", "cuda:0"], 1, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
-        (["cuda:0", "cuda:1"], 2, [[0, 1], [0, 1]], None),
-        (["cpu", "cpu"], 2, [[0, 1], [0, 1]], "2 GPUs are idle"),
-        (["cpu", "cpu"], 0, [[0, 1], [0, 1]], None),
-        (["cpu", "cpu"], 0, [[1], [1]], "all ranks run on core 1, of 2"),
-        (["cpu", "cpu"], 0, [[0], [1]], None),
-    ],
-)
-def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: str | None) -> None:
-    judged = shared_device(
-        case(*([start(cuda, [0, 1]), forward(d, c)] for d, c in zip(device, cores, strict=True)))
-    )
-    if message is None:
-        assert isinstance(judged, NoFault)
-    else:
-        assert isinstance(judged, Finding)
-        assert message in judged.what
-        assert judged.is_note == ("idle" in message or cuda == 1)
 
 
 def call(op: str, line: int, ranks: int = 2) -> CollectiveBegun:
@@ -154,64 +114,6 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
 
 
-@pytest.mark.parametrize("differ", [False, True])
-def test_weights_that_no_model_uses_are_not_called_equal(differ: bool) -> None:
-    steps = [OptimizerStepEnded(step=1, params={"w": weight}) for weight in (1, 1 + differ)]
-    judged = drifting_weights(case(*[[step] for step in steps]))
-    assert isinstance(judged, NotJudged)
-    assert judged.is_open == differ
-
-
-def test_buffers_that_were_compared_are_called_equal() -> None:
-    def judge(**buffers: int) -> NoFault | NotJudged | Finding:
-        return different_buffers(case(*[[ForwardEnded(trains=True, buffers=buffers)]] * 2))
-
-    assert judge() == NoFault("the models have no buffers.")
-    assert judge(mean=1) == NoFault("the buffers were equal on all ranks when training.")
-    assert isinstance(different_buffers(case([], [])), NotJudged)
-
-
-@pytest.mark.parametrize(("continues", "found"), [(False, Finding), (True, NotJudged)])
-def test_buffers_may_be_made_equal_before_an_evaluation_that_was_not_seen(
-    continues: bool, found: type
-) -> None:
-    """The statistics are those of each rank in training, and the watched steps hold no evaluation."""
-    last: list[Event] = [TrainingContinues()] * continues
-    ranks = [[ForwardEnded(trains=True, buffers={"mean": rank}), *last] for rank in range(2)]
-    assert isinstance(different_buffers(case(*ranks)), found)
-
-
-def test_a_mean_of_weights_that_one_rank_updates() -> None:
-    def ranks(*digests: int) -> list[list[Event]]:
-        uses = [ForwardEnded(evaluation=1, model=100, params={"w": each}) for each in digests]
-        return [[DDPBuilt(group_size=2), use] for use in uses]
-
-    assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
-    judged = different_untrained_models(case(*ranks(1, 2)))
-    assert isinstance(judged, Finding)
-    assert judged.effect == "1 of 1 parameters differ between ranks"
-
-
-@pytest.mark.parametrize(
-    ("digests", "found"),
-    [
-        ([(1, 2, 3), (1, 2, 3)], NoFault),
-        ([(1, 2, 3), (1, 1, 1)], Finding),  # rank 0 alone updates it
-        ([(1, 2, 3), (4, 5, 6)], NoFault),  # random weights, such as those of an augmentation
-    ],
-)
-def test_a_teacher_that_one_rank_updates(digests: list[tuple[int, ...]], found: type) -> None:
-    ranks: list[list[Event]] = [[DDPBuilt(group_size=2)] for _ in digests]
-    for events, own in zip(ranks, digests, strict=True):
-        for step, weight in enumerate(own):
-            events.append(ForwardEnded(steps_done=step, model=100, params={"w": weight}))
-    judged = different_untrained_models(case(*ranks))
-    assert isinstance(judged, found)
-    if isinstance(judged, Finding):
-        assert judged.step == 1
-        assert "train with a model" in judged.what
-
-
 def test_a_part_of_a_trained_model_is_trained() -> None:
     recorder: Any = SimpleNamespace(write=lambda event: None)
     models = Models(recorder)
@@ -221,18 +123,6 @@ def test_a_part_of_a_trained_model_is_trained() -> None:
     for part in (model[0], copy, model):
         models.on_call(part, trains=False)
     assert [models.is_trained(each) for each in (model[0], copy, model)] == [True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "found"),
-    [((0.5, 0.5), NoFault), ((0.5, 0.6), Finding), ((None, None), NoFault)],
-)
-def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type) -> None:
-    calls = [[ScheduleStepped(at="t.py:8", steps_done=4, metric=metric)] for metric in metrics]
-    judged = schedule_of_rank(case(*calls))
-    assert isinstance(judged, found)
-    if isinstance(judged, Finding):
-        assert judged.effect == "the metric differs between ranks by 16.67%"
 
 
 @pytest.mark.parametrize("lines", [(8, 9), (9, 8)])
@@ -316,27 +206,6 @@ def test_a_schedule_with_a_step_of_its_own_is_recorded_once(
         events.clear()
 
 
-def test_a_schedule_in_a_run_without_a_step() -> None:
-    loader = LoaderSeen(loader="a", batch_size=4)
-    events = [
-        PassBegun(loader="a"),
-        BatchGiven(loader="a"),
-        ForwardBegun(),
-        BackwardBegun(),
-    ]
-    steps = [OptimizerStepBegun(step=s, at="t.py:1", lrs=[1 / (s + 1)], base=1.0) for s in range(4)]
-    solo = run("solo", [replace(loader, batches=8), *events, *steps])
-    hung = run("ordinary", *[[replace(loader, batches=4), *events]] * 2)
-    schedule = ScheduleStepped(at="t.py:2", metric=None)
-    solo.ranks[0].events.append(schedule)
-    assert not isinstance(schedule_speed(Case(solo, hung)), Finding)
-
-
-def test_no_model_but_the_trained_one_was_evaluated() -> None:
-    judged = different_untrained_models(case([], []))
-    assert judged == NoFault("all models that were used without gradient are trained.")
-
-
 def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
     exchange = [call("all_to_all_single", 3), CollectiveEnded()]
     ddp, backward = DDPBuilt(group_size=2), BackwardBegun(at="t.py:4")
@@ -346,23 +215,6 @@ def test_ranks_that_exchange_parts_before_the_backward_divide_a_model() -> None:
 
 def _given(*ids: int) -> BatchGiven:
     return BatchGiven(loader="val", ids=list(ids))
-
-
-@pytest.mark.parametrize(("parts", "found"), [(2, Finding), (1, NotJudged)])
-def test_ranks_with_a_sampler_for_all_of_them_train_one_model(parts: int, found: type) -> None:
-    def trains(rank: int) -> list[Event]:
-        loader = LoaderSeen(loader="val", sharding={"num_replicas": parts})
-        forward = ForwardEnded(at="t.py:9", trains=True, params={"w": rank})
-        return [
-            loader,
-            PassBegun(loader="val"),
-            _given(rank),
-            ForwardBegun(),
-            forward,
-            BackwardBegun(),
-        ]
-
-    assert isinstance(changed_outside(case(trains(0), trains(1))), found)
 
 
 # `group`: how many batches are fetched before their backwards.
@@ -519,25 +371,6 @@ def test_loaders_whose_batches_are_used_together_are_training_loaders() -> None:
     found.on_forward()
     found.on_backward()
     assert list(found.names) == ["b", "a"]
-
-
-def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
-    rates = [(0.1, "solo"), (0.07, "ordinary")]
-    runs = []
-    for decay, mode in rates:
-        events: list[Event] = [
-            LoaderSeen(loader="x", batches=30 if mode == "solo" else 15, batch_size=4),
-            PassBegun(loader="x"),
-            BatchGiven(loader="x"),
-            BackwardBegun(),
-        ]
-        for step in range(1, 15):
-            lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (5 * step)
-            events.append(OptimizerStepBegun(step=step, lrs=[lr], base=1.0, at="t.py:1"))
-        runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
-    judged = schedule_speed(Case(runs[0], runs[1]))
-    assert isinstance(judged, NotJudged)
-    assert judged.is_open
 
 
 def test_without_private_names_of_torch_loaders_still_work(

@@ -13,11 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.audit.events import (
-    JoinEntered,
-    OptimizerStepEnded,
-    PassCut,
-)
+from paceline.audit.events import JoinEntered, PassCut
 from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES, one_process
@@ -30,10 +26,7 @@ _J = TypeVar("_J")
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The judgements for one number of processes, by the name of the rule.
-
-    After a fault, rules that are judged last have none.
-    """
+    """The judgements for one number of processes, by the name of the rule."""
 
     case: Case
     judgements: dict[str, Judgement] = field(default_factory=dict)
@@ -127,7 +120,7 @@ def _batches_of_first_step(run: Run) -> int:
 
 def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
     """The judgement of each rule; with `strict`, notes become faults."""
-    found = {rule.name: _judge(rule, case) for rule in RULES if not rule.is_last}
+    found = {rule.name: _judge(rule, case) for rule in RULES}
     if strict:
         for name, each in found.items():
             if isinstance(each, Finding):
@@ -138,8 +131,6 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
         causes = [name for name in rule.consequence_of if name in faults]
         if isinstance(finding, Finding) and causes:
             found[rule.name] = NotJudged(f"it may be a consequence of: {', '.join(causes)}.")
-    if not any(map(_is_fault, found.values())):
-        found |= {rule.name: _judge(rule, case) for rule in RULES if rule.is_last}
     return found
 
 
@@ -152,12 +143,6 @@ def _judge(rule: Rule, case: Case) -> Judgement:
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     if case.splits_model and not rule.judges_split_models:
         return NotJudged("the ranks may hold parts of one model, which get equal samples.")
-    sharded = any(log.layouts for log in case.ranks)
-    has_whole = all(any(e.params for e in log.of(OptimizerStepEnded)) for log in case.ranks)
-    if sharded and not has_whole and rule.compares_weights:
-        return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
-    if rule.compares_weights and case.updates_differ:
-        return NotJudged("each rank updates other parameters, so their steps cannot be compared.")
     try:
         return rule.judge(case)
     except Exception as error:

@@ -275,7 +275,6 @@ class ModelSeen(Event):
     """The first call of a model."""
 
     layout: str = ""  # of its DTensors: "data" for FSDP, "parts" for all others, "" if it has none
-    buffers: list[str] = field(default_factory=list)  # the names of its floating-point buffers
 
 
 class ForwardBegun(EventInStep):
@@ -396,10 +395,6 @@ class NotReduced(EventInStep):
 
     name: str  # its full name, as in `OptimizerStepBegun.grads`
     frozen: bool = False
-
-
-class WeightsChanged(EventInStep):
-    """This line changed weights outside of an optimizer."""
 
 
 # Scripts that use paceline

@@ -73,11 +73,6 @@ class Models:
         """Every model by its number, unwrapped."""
         return dict(self._roots.values())
 
-    def called_or_wrapped(self) -> list[torch.nn.Module]:
-        """Every model that was called or wrapped in DDP, unwrapped."""
-        called = [inner for _, inner in self._roots.values()]
-        return called + [m for m in map(inner_of, self.ddp) if id(m) not in self._roots]
-
     def name_of(self, parameter: torch.Tensor) -> str:
         """The full name of a parameter of any model; the shape and a number if no called model has it."""
         if self.has(parameter):
@@ -129,16 +124,7 @@ class Models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in inner.modules())
         is_data = is_fsdp and all(mesh.ndim == 1 for mesh in meshes)
         layout = ("data" if is_data else "parts") if meshes else ""
-        self._recorder.write(
-            ModelSeen(
-                layout=layout,
-                buffers=[
-                    name
-                    for name, b in without_ddp(inner, inner.named_buffers())
-                    if b.is_floating_point()
-                ],
-            )
-        )
+        self._recorder.write(ModelSeen(layout=layout))
 
     def _on_added(self, module: torch.nn.Module, name: str, added: Any) -> None:
         """Remember the line that adds a parameter or a module after DDP was built."""

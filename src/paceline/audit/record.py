@@ -120,13 +120,13 @@ def calling_line() -> str:
     return line_of(frame) if frame is not None and is_user_code(frame) else ""
 
 
-def line_of(frame: FrameType, line: int | None = None) -> str:
+def line_of(frame: FrameType) -> str:
     """The line of a frame, such as `train.py:57 in main()`."""
     name = os.path.relpath(frame.f_code.co_filename)
     name = frame.f_code.co_filename if name.startswith("..") else name
     inside = frame.f_code.co_name
     where = "" if inside == "<module>" else f" in {inside}()"
-    return f"{name}:{frame.f_lineno if line is None else line}{where}"
+    return f"{name}:{frame.f_lineno}{where}"
 
 
 def is_user_code(frame: FrameType) -> bool:

@@ -6,7 +6,6 @@ import inspect
 import math
 import os
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,7 +64,6 @@ from paceline.audit.record import (
     user_line,
 )
 from paceline.audit.union import KeptSteps
-from paceline.audit.weight_tracer import WeightTracer
 from paceline.parallel.modules import owned_parameters
 
 # Set before each forward of training, so that all runs have the same dropout. Not in the ordinary run, nor in
@@ -105,9 +103,7 @@ class LoopHooks:
     def __init__(self, progress: Progress, models: Models) -> None:
         self._progress, self._models = progress, models
         self._recorder = progress.recorder
-        self._tracer = WeightTracer(progress, models)
         self._kept = KeptSteps(progress, models)
-        self._untraced = ExitStack()
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._root: torch.nn.Module | None = None
         self._inner: torch.nn.Module | None = None  # the model inside of it
@@ -129,7 +125,6 @@ class LoopHooks:
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
             self._root, self._inner = module, inner_of(module)
-            self._untraced.enter_context(self._tracer.paused())
             self._begin(module, inputs)
         if self._root is not None:
             self._kept.note_precision(module)
@@ -141,7 +136,6 @@ class LoopHooks:
         if module is not self._root:
             return
         self._root = self._inner = self._wrapped = None
-        self._untraced.close()
         if len(kwargs_output) < 2:
             return  # the forward raised: torch then leaves out the keyword arguments
         forward, kwargs = self._forward, kwargs_output[0]
@@ -221,7 +215,6 @@ class LoopHooks:
         self._recorder.write(DDPBuilt(at=user_line(), group_size=model.process_group.size()))
         self._models.add_ddp(model)
         self._digested_in.clear()  # it has made the weights equal
-        self._tracer.start()
 
     def ddp_forward(
         self, forward: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
@@ -266,14 +259,12 @@ class LoopHooks:
                 ),
                 BackwardEnded,
             ),
-            self._tracer.paused(),
         ):
             backward(tensors, *args, **kwargs)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._tracer.stop()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._record_step(optimizer)
@@ -336,7 +327,6 @@ class LoopHooks:
         number = self._progress.step_number(optimizer)
         self._recorder.write(OptimizerStepEnded(step=number, params=digests))
         self._progress.on_step(optimizer)
-        self._tracer.start()
 
     def clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -19,22 +19,18 @@ To add a rule:
 
 from __future__ import annotations
 
-from functools import partial
-
 from paceline.audit.rules import (
+    buffers,
     collectives,
-    devices,
     evaluation,
     files,
     groups,
+    lints,
     one_process,
     order,
     random_numbers,
-    reduction,
     schedule,
     shards,
-    statistics,
-    update,
     weights,
 )
 from paceline.audit.rules.rule import Rule
@@ -42,26 +38,23 @@ from paceline.audit.rules.rule import Rule
 # Rules whose faults also cause what other rules look for.
 _SHARDS = "shards"
 _ONE_PROCESS = "step of one process"
-_ADDED = "parameter added after wrapping"
-_STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
-_SCHEDULE_OF_RANK = "schedule follows one rank"
+_GROUPS = "process groups"
+_WEIGHTS = "weights"
+_SCHEDULE = "schedule"
 _EVALUATED = "evaluated samples"
-
-# Rules that compare the weights of ranks in equal steps, and cannot do so under Join.
-_of_weights = partial(Rule, works_with_join=False, compares_weights=True)
 
 # Faults are reported in this order.
 RULES = (
-    Rule("same device for all ranks", devices.shared_device, judges_split_models=True),
+    Rule("devices", lints.shared_device, judges_split_models=True),
     # Ranks that skipped a step end at different moments.
     Rule(
         "collective on some ranks only",
         collectives.unmatched_collective,
         works_with_join=False,
         judges_split_models=True,
-        consequence_of=(_STEPPED_ON_ONE_RANK,),
+        consequence_of=(_WEIGHTS,),
     ),
-    Rule("process groups", groups.group_of_one, judges_split_models=True),
+    Rule(_GROUPS, groups.group_of_one, judges_split_models=True),
     Rule(_SHARDS, shards.shards),
     Rule("order of passes", order.order_of_passes, judges_split_models=True),
     Rule("random numbers", random_numbers.random_numbers),
@@ -70,27 +63,21 @@ RULES = (
         one_process.step_of_one_process,
         works_with_join=False,
         compares_numbers=True,
-        consequence_of=(_ADDED, _STEPPED_ON_ONE_RANK),
+        consequence_of=(_WEIGHTS,),
     ),
-    Rule("no_sync around backward only", reduction.no_sync_around_backward),
-    Rule(_ADDED, reduction.added_parameter, judges_split_models=True),
-    Rule("clipping before unscaling", update.clip_before_unscale, judges_split_models=True),
-    Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
-    _of_weights("checkpoint loaded on one rank", weights.loaded_on_one_rank),
-    _of_weights("weights differ without an optimizer step", weights.changed_outside),
-    Rule("statistics drift apart", statistics.different_buffers),
-    Rule("evaluated models differ", statistics.different_untrained_models, compares_weights=True),
-    Rule("schedule at a wrong speed", schedule.schedule_speed, judges_split_models=True),
-    Rule("schedule does not reach its end", schedule.unfinished_schedule, judges_split_models=True),
-    Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank),
+    # Ranks under Join take steps that others do not take.
+    Rule(_WEIGHTS, weights.equal_weights, works_with_join=False, consequence_of=(_GROUPS,)),
+    Rule("buffers", buffers.equal_buffers, consequence_of=(_WEIGHTS,)),
+    Rule("clipping before unscaling", lints.clip_before_unscale, judges_split_models=True),
+    Rule("no_sync around backward only", lints.no_sync_around_backward),
+    Rule(_SCHEDULE, schedule.schedule, judges_split_models=True),
     Rule(_EVALUATED, evaluation.evaluated_samples, compares_numbers=True),
     # Ranks whose schedules differ have different weights.
     Rule(
         "reported numbers",
         evaluation.reported_numbers,
         compares_numbers=True,
-        consequence_of=(_SHARDS, _EVALUATED, _SCHEDULE_OF_RANK),
+        consequence_of=(_SHARDS, _EVALUATED, _SCHEDULE, _WEIGHTS),
     ),
     Rule("files", files.shared_files, judges_split_models=True),
-    _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
 )

@@ -166,18 +166,14 @@ class Rule:
     # Whether the rule works under DDP's Join, where a rank without batches enters the collectives of the
     # others.
     works_with_join: bool = True
-    # Whether the rule compares the ranks' weights. It then judges no script whose parameters are all sharded,
-    # or whose ranks update different parameters.
-    compares_weights: bool = False
     # Whether what the rule reports is also a fault if the ranks hold parts of one model.
     judges_split_models: bool = False
     # Whether the rule compares numbers with those of one process. If it finds a difference, it is asked once
     # more, with another run of one process (`Case.null`) that shows what chance and rounding change.
     compares_numbers: bool = False
     # The names of rules. A fault of one of them also causes what this rule looks for, and makes a finding of
-    # this rule `NotJudged`. It has no effect on rules that are last.
+    # this rule `NotJudged`.
     consequence_of: tuple[str, ...] = ()
-    is_last: bool = False  # whether the rule is judged only if no rule before it found a fault
 
 
 def outliers(values: Sequence[Any]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from paceline.audit.events import (
@@ -14,7 +13,6 @@ from paceline.audit.events import (
     ForwardEnded,
     OptimizerStepBegun,
     OptimizerStepEnded,
-    StateLoaded,
     full_name,
 )
 from paceline.audit.evidence import RankLog
@@ -70,8 +68,6 @@ class Mismatch:
     outside: bool
     names: list[str]  # the parameters
     is_restored: bool  # whether these parameters are equal again at some later step
-    # By rank, the last load of a state before, if other ranks loaded less often: the cause.
-    loads: dict[int, StateLoaded]
     last_seen: WeightPoint | None  # where the first of these parameters was recorded before
     # By rank, the digests of that parameter: there, empty if it was not recorded; and at the difference.
     digests_before: list[int]
@@ -93,16 +89,18 @@ def find_mismatch(ranks: Sequence[RankLog]) -> Mismatch | None:
         for name in names
     }
     by_update = [name for name, last in before.items() if last is not None and differs[last][name]]
-    outside = not by_update
     names = by_update or names
     last = before[names[0]]
-    step = use.step + 1 if outside or last is None else last.step
     later = [own for point, own in uses.items() if point > use]
-    is_restored = all(any(own.get(name) is False for own in later) for name in names)
-    loads = _uneven_loads(ranks, step, outside=outside)
-    then = [own[last][names[0]] for own in weights] if last else []
-    now = [own[use][names[0]] for own in weights]
-    return Mismatch(step, outside, names, is_restored, loads, last, then, now)
+    return Mismatch(
+        step=last.step if by_update and last else use.step + 1,
+        outside=not by_update,
+        names=names,
+        is_restored=all(any(own.get(name) is False for own in later) for name in names),
+        last_seen=last,
+        digests_before=[own[last][names[0]] for own in weights] if last else [],
+        digests_at=[own[use][names[0]] for own in weights],
+    )
 
 
 def weights_of(log: RankLog) -> dict[WeightPoint, Digests]:
@@ -128,21 +126,3 @@ def weights_of(log: RankLog) -> dict[WeightPoint, Digests]:
                 phases[step, name] += 1  # an update follows a use, or a use an update
             found[WeightPoint(step, phases[step, name])][name] = value
     return found
-
-
-def _uneven_loads(ranks: Sequence[RankLog], step: int, *, outside: bool) -> dict[int, StateLoaded]:
-    """By rank, the last load before a mismatch, if some ranks loaded more often than others."""
-    states = [[event.state for event in log.optimizer_steps(step)] for log in ranks]
-    if not outside and all(own == states[0] for own in states):
-        return {}
-    loads_of_ranks = []
-    for log in ranks:
-        before = takewhile(
-            lambda e: not isinstance(e, OptimizerStepEnded) or e.step < step, log.events
-        )
-        what = "model" if outside else "optimizer"
-        loads_of_ranks.append([e for e in before if isinstance(e, StateLoaded) and e.what == what])
-    most = max(map(len, loads_of_ranks))
-    if min(map(len, loads_of_ranks)) == most:
-        return {}
-    return {rank: loads[-1] for rank, loads in enumerate(loads_of_ranks) if len(loads) == most}
