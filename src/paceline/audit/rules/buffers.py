@@ -82,11 +82,10 @@ def _buffers(case: Case) -> Judgement:
         return NotJudged("no torch.nn.Module was called in the watched steps.")
     found = first_difference(differing(buffers))
     if found is None:
-        has_buffers = any(names for own in buffers for names in own.values())
-        of_models = (
-            "; the models have no buffers" if not has_buffers else f" and buffers when {when}"
-        )
-        return NoFault(f"the ranks used equal models that are not trained{of_models}.")
+        equal = "models that are not trained were equal on all ranks"
+        if not any(names for own in buffers for names in own.values()):
+            return NoFault(f"{equal}; the models have no buffers.")
+        return NoFault(f"{equal}, and so were buffers when {when}.")
     ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
     if when == "training" and ends[0] and all(end == ends[0] for end in ends):
         return NoFault("buffers that differ between ranks when training are equal at the end.")
