@@ -59,7 +59,7 @@ def verify(folder: Path, *words: str, **parts: Any) -> tuple[int, dict[str, Any]
 
 def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "verify", "--json", *words],
+        [sys.executable, "-m", "paceline", "verify", "--json", "--steps", "40", *words],
         cwd=folder,
         env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True,

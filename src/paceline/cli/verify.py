@@ -120,7 +120,7 @@ def parser() -> CommandParser:
         "--steps",
         type=positive_count,
         metavar="N",
-        help="optimizer steps to watch (40)",
+        help="optimizer steps to watch (100)",
     )
     ours.add_argument(
         "--bitwise",

@@ -36,7 +36,7 @@ _OUTPUT_CHARS = 200_000
 # With less space, a write of the recording may have failed: it flushes each line, and saves whole tensors.
 _FULL_BYTES = 2**20
 # Enough for two epochs of a small data set, and few enough for all runs to take seconds.
-_STEPS = 40
+_STEPS = 100
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,6 @@ class NotJudged:
     """The rule cannot judge the script."""
 
     why: str
-    is_open: bool = False  # without effect; goes with the last rules that pass it
 
 
 Judgement = Finding | NoFault | NotJudged
