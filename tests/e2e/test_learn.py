@@ -9,7 +9,7 @@ What the test knows about a page:
   lines that are left out.
 - Blocks that begin with `# node 0` and `# node 1` are for two machines. They run at the same time, and every
   node is this machine.
-- A diff block is a part of a file in tests/broken.
+- A diff block is a change of tests/e2e/mutations.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from launching import environment, unused_port
+from mutations import MUTATIONS, apply, read_program
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = ROOT / "docs/learn"
@@ -151,8 +153,8 @@ def test_the_code_of_a_chapter_runs(page: Path, tmp_path: Path) -> None:
     for chapter in CHAPTERS[: CHAPTERS.index(page) + 1]:
         for name, text in programs_of(chapter).items():
             (tmp_path / name).write_text(text)
-    for kind in ("sound", "broken"):
-        shutil.copytree(ROOT / "tests" / kind, tmp_path / "tests" / kind)
+    for folder in ("verify_programs", "e2e"):
+        shutil.copytree(ROOT / "tests" / folder, tmp_path / "tests" / folder)
     blocks, shown_digests, printed_digests = blocks_of(page), [], []
     while blocks:
         together = [blocks.pop(0)]
@@ -181,7 +183,11 @@ def test_every_program_is_run_by_a_chapter() -> None:
 
 
 def test_blocks_are_of_kinds_that_a_test_checks() -> None:
-    changes = "".join(path.read_text() for path in (ROOT / "tests/broken").glob("*.diff"))
+    changes = "".join(
+        "".join(unified_diff(*(text.splitlines(keepends=True) for text in texts)))
+        for base, mutations in MUTATIONS.items()
+        for texts in [(read_program(base), apply(base, mutation)) for mutation in mutations]
+    )
     for page in CHAPTERS:
         before = ""
         for block in blocks_of(page):

@@ -3,97 +3,32 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mutations import MUTATIONS, Mutation, apply, read_program
 from verifying import verify, verify_json
+
+from paceline.audit.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("verify_server")
 
 TESTS = Path(__file__).parents[1]
-RULES = {
-    "01": "order of passes",
-    "02": "shards",
-    "03": "shards",
-    "04": "evaluated samples",
-    "05": "step of one process",
-    "06": "step of one process",
-    "07": "weights",
-    "08": "no_sync around backward only",
-    "09": "weights",
-    "10": "weights",
-    "11": "random numbers",
-    "12": "random numbers",
-    "13": "schedule",
-    "14": "clipping before unscaling",
-    "15": "weights",
-    "16": "buffers",
-    "17": "collective on some ranks only",
-    "18": "weights",
-    "19": "reported numbers",
-    "20": "devices",
-    "21": "weights",
-    "23": "step of one process",
-    "61": "step of one process",
-    "65": "reported numbers",
-    "66": "step of one process",
-    "67": "shards",
-    "68": "buffers",
-    "69": "step of one process",
-    "70": "schedule",
-    "71": "step of one process",
-    "72": "shards",
-    "73": "schedule",
-    "74": "step of one process",
-    "75": "step of one process",
-    "79": "reported numbers",
-    "81": "step of one process",
-    "83": "step of one process",
-    "84": "step of one process",
-    "85": "shards",
-    "86": "weights",
-    "89": "step of one process",
-    "90": "shards",
-    "91": "reported numbers",
-    "98": "shards",
-    "99": "reported numbers",
-}
-# Broken scripts whose only finding is a note: it is not certain that one process does something else.
-NOTES = {
-    "03_stream_overlaps": "shards",
-    "05_closure": "step of one process",
-    "05_gradient_summed": "step of one process",
-    "11_gan_noise": "random numbers",
-    "11_noise_before_forward": "random numbers",
-    "11_resumed": "random numbers",
-    "11_same_dropout_mask": "random numbers",
-    "12_generator_copied_into_workers": "random numbers",
-    "12_worker_seed_constant": "random numbers",
-    "23_tokens_sum_and_count": "step of one process",
-    "08_no_sync_around_backward_only": "no_sync around backward only",
-    "61_clip_after_reduction": "step of one process",
-    "65_gathered_with_labels": "reported numbers",
-    "66_class_weights": "step of one process",
-    "69_tokens_weighted": "step of one process",
-    "71_contrastive": "step of one process",
-    "73_one_cycle": "schedule",
-    "74_gathered_pairs": "step of one process",
-    "75_clipped_shards": "step of one process",
-    "89_penalty": "step of one process",
-    "90_normalised_parts": "shards",
-    "91_total_cost": "reported numbers",
-}
-# Broken scripts whose fault is not found: the ranks draw their samples with replacement, or resume a pass
-# that does not end in the watched steps.
-MISSED = {"72_resumed_position", "98_weighted_parts"}
-# The test of the report finds a fault in a gradient; the quick sound scripts are also evaluated. All others
-# are slow.
-QUICK: set[str] = set()
-QUICK_SOUND = {"04_validation_padded", "92_random_negatives"}
+# All other programs are slow. The test of the report, which also runs on other systems, has a mutation.
+QUICK_SOUND = {"classifier", "random_negatives"}
 QUICK_REFUSED = {"exits_early_on_one_rank", "spawns_ranks"}
+# These, and the programs without a fault, have the same verdict on 2, 3 and 4 ranks.
+ON_ANY_NUMBER_OF_RANKS = {
+    "class_weights_of_one_rank",
+    "equal_noise",
+    "loss_divided_by_world_size",
+    "mean_of_means",
+    "parts_of_stream_overlap",
+    "schedule_too_short",
+    "set_epoch_forgotten",
+    "statistics_drift_apart",
+}
 
 
 def audit(script: Path, nproc: str, folder: Path) -> tuple[int, dict[str, Any]]:
@@ -101,55 +36,89 @@ def audit(script: Path, nproc: str, folder: Path) -> tuple[int, dict[str, Any]]:
     return verify_json("--nproc", nproc, str(script), folder=folder)
 
 
-def break_script(change: Path, folder: Path) -> Path:
-    """A copy of the sound script in `folder`, with the fault that this diff makes."""
-    script = folder / f"{change.stem}.py"
-    shutil.copy(TESTS / "sound" / script.name, script)
-    subprocess.run(["git", "apply", str(change)], cwd=folder, check=True)
-    return script
-
-
-def scripts(kind: str, quick: set[str]) -> list[Any]:
-    """All scripts (or diffs) of a folder as parameters; all but the quick ones are marked slow."""
+def scripts(folder: str, quick: set[str]) -> list[Any]:
+    """All scripts of a folder as parameters; all but the quick ones are marked slow."""
     found = []
-    for path in sorted((TESTS / kind).iterdir()):
-        marks: tuple[pytest.MarkDecorator, ...] = () if path.stem in quick else (pytest.mark.slow,)
-        if kind == "broken" and path.stem in MISSED:
-            marks = (pytest.mark.skip(reason="this fault is not found"),)
+    for path in sorted((TESTS / folder).glob("*.py")):
+        marks = () if path.stem in quick else (pytest.mark.slow,)
         found.append(pytest.param(path, id=path.stem, marks=marks))
-    assert len(found) >= len(quick)
     return found
 
 
-def processes_of(script: Path) -> str:
-    """1, 2 and 3 for the first script of each rule, 1 and 2 for the others."""
-    number = script.name[:2]
-    if number not in RULES:
-        return "1,2"
-    return "1,2,3" if script == min(script.parent.glob(f"{number}_*")) else "1,2"
+def mutations() -> list[Any]:
+    return [
+        pytest.param(base, mutation, id=mutation.name)
+        for base, changes in MUTATIONS.items()
+        for mutation in changes
+    ]
+
+
+def line_of(finding: dict[str, Any], script: Path) -> str:
+    """The text of the line that a finding names, such as "train.py:33 in main()"."""
+    name, _, rest = finding["at"].partition(":")
+    assert name.endswith(script.name), finding
+    return script.read_text().splitlines()[int(rest.split()[0]) - 1]
+
+
+def verdict(of_ranks: dict[str, Any]) -> dict[str, list[str]]:
+    """The checks with a fault, and those with a note."""
+    return {kind: sorted(each["rule"] for each in of_ranks[kind]) for kind in ("faults", "notes")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("base", "mutation"), mutations())
+def test_the_fault_is_found_and_no_other(base: str, mutation: Mutation, tmp_path: Path) -> None:
+    script = tmp_path / f"{mutation.name}.py"
+    script.write_text(apply(base, mutation))
+    code, facts = audit(script, "1,2", tmp_path)
+    (of_ranks,) = facts["audits"]
+    findings = {each["rule"]: each for each in of_ranks["notes"] + of_ranks["faults"]}
+    assert verdict(of_ranks)["faults"] == ([] if mutation.is_note else [mutation.check]), facts
+    found = findings[mutation.check]
+    assert mutation.line in line_of(found, script)
+    assert all(found[part] for part in ("what", "why", "fix", "evidence", "ranks"))
+    assert code == (not mutation.is_note)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("change", scripts("broken", QUICK))
-def test_the_fault_is_found_and_no_other(change: Path, tmp_path: Path) -> None:
-    script = break_script(change, tmp_path)
-    code, facts = audit(script, processes_of(change), tmp_path)
-    is_note = script.stem in NOTES
-    for each in facts["audits"]:
-        (found,) = each["notes"] if is_note else each["faults"]
-        assert found["rule"] == NOTES.get(script.stem, RULES[script.name[:2]]), facts
-        assert found["at"].startswith(script.name) or str(script) in found["at"]
-        assert all(found[part] for part in ("what", "why", "fix", "evidence", "ranks"))
-        assert bool(each["faults"]) != is_note
-    assert code == (not is_note)
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("sound", QUICK_SOUND))
+@pytest.mark.parametrize(
+    "script", scripts("verify_programs", QUICK_SOUND) + scripts("sound", QUICK_SOUND)
+)
 def test_no_fault_is_found_in_a_sound_script(script: Path, tmp_path: Path) -> None:
-    code, facts = audit(script, processes_of(script), tmp_path)
+    code, facts = audit(script, "1,2", tmp_path)
     assert [fault for each in facts["audits"] for fault in each["faults"]] == []
     assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("base", "mutation"),
+    [pytest.param(base, None, id=base) for base in MUTATIONS]
+    + [each for each in mutations() if each.id in ON_ANY_NUMBER_OF_RANKS],
+)
+def test_a_verdict_depends_neither_on_the_number_of_ranks_nor_on_chance(
+    base: str, mutation: Mutation | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(apply(base, mutation) if mutation else read_program(base))
+    verdicts = []
+    for counts in ("1,2,3,4", "1,2"):
+        _, facts = audit(script, counts, tmp_path)
+        verdicts += [verdict(of_ranks) for of_ranks in facts["audits"]]
+    assert len(verdicts) == 4
+    assert all(each == verdicts[0] for each in verdicts), verdicts
+    assert bool(verdicts[0]["faults"]) == bool(mutation and not mutation.is_note)
+
+
+def test_every_check_has_mutations() -> None:
+    checks = {each.check for changes in MUTATIONS.values() for each in changes}
+    assert checks == {rule.name for rule in RULES}
+    assert {each.id for each in mutations()} >= ON_ANY_NUMBER_OF_RANKS
+    for base, changes in MUTATIONS.items():
+        for mutation in changes:
+            assert mutation.line in apply(base, mutation), mutation.name
 
 
 HEAD = """
@@ -276,48 +245,11 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path) -> None:
-    code, facts = audit(TESTS / "sound" / "64_no_seed.py", "1,2", tmp_path)
+    code, facts = audit(TESTS / "sound" / "no_seed.py", "1,2", tmp_path)
     assert code == 0
     assert "calls no torch.manual_seed" in facts["remarks"][0]
     judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["passed"]}
     assert "gets the gradient of one process" in judged["step of one process"]
-
-
-@pytest.mark.slow
-def test_a_metric_of_one_rank_is_a_note(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = (TESTS / "sound" / "67_normalised.py").read_text()
-    script.write_text(text.replace("        dist.all_reduce(counts)\n", ""))
-    code, facts = audit(script, "1,2", tmp_path)
-    notes = facts["audits"][0]["notes"]
-    assert [note["rule"] for note in notes] == ["reported numbers"]
-    assert notes[0]["effect"] == "50% of the samples are in the number"
-    assert code == 0
-
-
-@pytest.mark.slow
-def test_a_perplexity_that_is_averaged_over_ranks_is_a_note(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = (TESTS / "sound" / "70_plateau.py").read_text()
-    whole = "    dist.all_reduce(sums)\n    return (sums[0] / sums[1]).item()"
-    assert whole in text
-    own = (
-        "    mean = (sums[0] / sums[1]).exp() / dist.get_world_size()\n    dist.all_reduce(mean)\n"
-    )
-    script.write_text(text.replace(whole, own + "    return mean.item()"))
-    code, facts = audit(script, "1,3", tmp_path)
-    notes = facts["audits"][0]["notes"]
-    assert [note["rule"] for note in notes] == ["reported numbers"]
-    assert "perplexity" in notes[0]["why"]
-    assert code == 0
-
-
-def test_every_fault_has_its_script_and_twin() -> None:
-    for name in RULES:
-        broken = {path.stem for path in (TESTS / "broken").glob(f"{name}_*.diff")}
-        assert broken
-        assert broken <= {path.stem for path in (TESTS / "sound").glob("*.py")}
-    assert all((TESTS / "broken" / f"{name}.diff").exists() for name in NOTES)
 
 
 SENTENCES = {
@@ -363,7 +295,10 @@ def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_the_report_as_text(tmp_path: Path) -> None:
-    script = break_script(TESTS / "broken/05_compiled.diff", tmp_path)
+    (mutation,) = [m for m in MUTATIONS["classifier"] if m.name == "loss_divided_by_world_size"]
+    script = tmp_path / "train.py"
+    text = apply("classifier", mutation)
+    script.write_text(text.replace("model = DDP(net)", "model = DDP(torch.compile(net))"))
     done = verify("--steps", "20", str(script), folder=tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAULT  the gradient is 0.5 times that of one process"), done.stderr
@@ -391,7 +326,9 @@ def test_our_example_is_sound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_options_of_comparisons_are_refused_for_an_audited_script(tmp_path: Path) -> None:
-    done = verify("--bitwise", "--steps", "3", str(TESTS / "sound/05_compiled.py"), folder=tmp_path)
+    done = verify(
+        "--bitwise", "--steps", "3", str(TESTS / "sound/compiled_whole.py"), folder=tmp_path
+    )
     assert "--bitwise has no effect on a script that does not use paceline" in done.stderr
     assert done.returncode == 2
 

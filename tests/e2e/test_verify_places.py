@@ -130,7 +130,7 @@ loader = DataLoader(shard, batch_size=12, shuffle=True)
 """
         + MODEL
         + LOOP_ALONE.replace("in loader:", "in loader:  # here"),
-        ("collective on some ranks only", 4, "got fewer batches than the others in one pass"),
+        ("collectives", 4, "got fewer batches than the others in one pass"),
     ),
 }
 

@@ -253,6 +253,12 @@ def test_a_score_that_counts_may_be_off_by_one_sample() -> None:
     assert not is_equal(runs(mean, mean, one={(2, "score"): 0.98888}))
 
 
+def test_a_score_that_is_not_a_number_on_both_runs_is_equal() -> None:
+    one, many = {(2, "score"): math.nan}, {(2, "score"): 0.5}
+    assert is_equal(runs(one, one, one=one))
+    assert not is_equal(runs(many, many, one=one))
+
+
 def test_a_score_of_one_rank_and_its_samples() -> None:
     one = {(2, "score"): 1.0}
     found = difference_of(runs(one, one | {(2, "samples"): 361}, one=one))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +38,12 @@ from paceline.audit.events import (
     EndedByVerify,
     Event,
     Failed,
+    ForwardEnded,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
+    PassExhausted,
+    PassStopped,
     ProcessStarted,
     RankEnded,
     RankStarted,
@@ -541,13 +543,70 @@ def test_ranks_that_wait_for_a_training_of_another_are_refused() -> None:
     )
 
 
-def test_the_scripts_that_a_rule_names_exist() -> None:
-    tests = Path(__file__).parents[1]
-    rules = Path(str(audit.__file__)).parent / "rules"
-    named = {
-        name
-        for path in rules.glob("*.py")
-        for name in re.findall(r"(?:sound|broken)/\d\w+", path.read_text())
-    }
-    assert named
-    assert [name for name in sorted(named) if not list(tests.glob(f"{name}.*"))] == []
+def test_a_pass_that_verify_ends_is_not_exhausted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("__iter__", "__len__"):
+        monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 1), recorder, 0)
+    record_data.install(progress)
+    optimizer = object()
+    for _ in DataLoader(cast(Any, range(6)), 2):
+        progress.on_forward(trains=True)
+        progress.on_backward()
+        progress.on_step(optimizer)
+    kinds = [type(event) for event in events]
+    assert PassStopped in kinds
+    assert PassExhausted not in kinds
+
+
+def test_an_optimizer_in_the_memory_of_a_deleted_one_is_a_new_one(tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 90), recorder, 0)
+    optimizers = [object(), object()]
+
+    def take_steps(optimizer: object) -> None:
+        for _ in range(3):
+            progress.on_batch("a")
+            progress.on_step(optimizer)
+
+    for optimizer in optimizers:
+        take_steps(optimizer)
+    del optimizers[0]
+    take_steps(object())
+    assert progress.steps == 9
+
+
+def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Finding(what="x", at="", why="", fix="", evidence="", effect="")
+    for is_note in (True, False):
+        rules = (
+            Rule("cause", lambda _, is_note=is_note: replace(fault, is_note=is_note)),
+            Rule("effect", lambda _: fault, consequence_of=("cause",)),
+        )
+        monkeypatch.setattr("paceline.audit.audit.RULES", rules)
+        assert isinstance(judge(case([], []))["effect"], Finding) == is_note
+
+
+def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:
+    barrier = CollectiveBegun(op="barrier", group=[0, 1, 2], at="t.py:9")
+    trainer: list[Event] = [
+        DDPBuilt(group_size=2), ForwardEnded(trains=True, sync=True), BackwardBegun(at="t.py:3"), barrier,
+    ]  # fmt: skip
+    assert isinstance(unmatched_collective(case(trainer, trainer, [barrier])), NoFault)
+
+
+def test_a_network_that_measures_between_the_forward_of_ddp_and_its_backward() -> None:
+    def rank(*, measures: bool = True) -> list[Event]:
+        events: list[Event] = [DDPBuilt(group_size=2)]
+        for number in (1, 2, 3):
+            events.append(ForwardEnded(trains=True, sync=True, steps_done=number - 1))
+            events += [ForwardEnded(model=100)] * measures
+            events += [BackwardBegun(), OptimizerStepBegun(step=number)]
+            events.append(OptimizerStepEnded(step=number))
+        return events
+
+    assert isinstance(unmatched_collective(case(rank(), rank(measures=False))), NoFault)
+    assert isinstance(unmatched_collective(case(rank(), rank()[:-5])), Finding)

@@ -1,20 +1,11 @@
-"""The faults that the audit looks for. Each rule only reads: evidence in, a judgement out.
-
-A comment such as "See broken/66_class_weights" names the diff in `tests/broken`, or the script in
-`tests/sound`, for which a line was written.
-
-Few thresholds are tight. In November 2026 each was changed once on the recorded runs of these scripts: to a
-quarter and to four times its value, but shares and cosines not above 1, and counts of 2 or 3 only upwards. A
-comment such as "a quarter changes X" names a script whose judgement then changed; without one, none did. The
-program that did this is not kept: after a change, run the scripts that are named.
+"""The checks of the audit. Each rule only reads: evidence in, a judgement out.
 
 To add a rule:
 
 1. Write its function, and add a line with its flags to `RULES`.
-2. Add a sound script `tests/sound/NN_name.py`, and `tests/broken/NN_name.diff`, which makes the fault in it.
-3. Add NN to `RULES` in `tests/e2e/test_verify_audit.py`. A broken script must have one fault: if other rules
+2. Add mutations for it to `tests/e2e/mutations.py`. A mutated program must have one fault: if other rules
    report it too, name this rule in their `consequence_of`.
-4. Add its name to `docs/howto/verify.md`.
+3. Add its name to `docs/howto/verify.md`.
 """
 
 from __future__ import annotations
@@ -48,7 +39,7 @@ RULES = (
     Rule("devices", lints.shared_device, judges_split_models=True),
     # Ranks that skipped a step end at different moments.
     Rule(
-        "collective on some ranks only",
+        "collectives",
         collectives.unmatched_collective,
         works_with_join=False,
         judges_split_models=True,

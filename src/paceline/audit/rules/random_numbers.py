@@ -39,12 +39,14 @@ def random_numbers(case: Case) -> Judgement:
 
 def _of_samples(case: Case) -> Finding | None:
     """A note on the first two ranks or workers that load their first samples with the same numbers."""
-    training = set(case.ranks[0].training_loaders)
+    of_rank0 = case.ranks[0]
+    names = of_rank0.training_loaders
+    training = {name: loader for name, loader in of_rank0.loaders.items() if name in names}
     firsts: dict[tuple[int, int | None], SamplesLoaded] = {}
     for log in case.ranks:
         for event in log.fetches:
             # A stream may draw the order of samples that are the rank's own.
-            is_judged = event.loader in training and not log.loaders[event.loader].iterable
+            is_judged = event.loader in training and not training[event.loader].iterable
             if is_judged and any(_draws_for_each(event, name) for name in event.drew):
                 firsts.setdefault((log.rank, event.worker), event)
     for (one, first), (other, second) in combinations(firsts.items(), 2):
@@ -56,7 +58,7 @@ def _of_samples(case: Case) -> Finding | None:
             ):
                 return Finding(
                     what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",
-                    at=case.ranks[0].loaders[first.loader].at,
+                    at=training[first.loader].at,
                     ranks=sorted({one[0], other[0]}),
                     step=1,
                     why=f"the generator '{name}' had the same state in both when they made their first "
