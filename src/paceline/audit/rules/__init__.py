@@ -5,7 +5,7 @@ To add a rule:
 1. Write its function, and add a line with its flags to `RULES`.
 2. Add mutations for it to `tests/e2e/mutations.py`. A mutated program must have one fault: if other rules
    report it too, name this rule in their `consequence_of`.
-3. Add its name to `docs/howto/verify.md`.
+3. Add a page to `docs/verify`, and a line to the table of `docs/howto/verify.md`.
 """
 
 from __future__ import annotations
