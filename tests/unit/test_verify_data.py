@@ -176,6 +176,23 @@ def test_torchs_sampler_reads_the_whole_dataset_on_each_rank(
     assert isinstance(apart, NotJudged)  # not enough steps
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_each_rank_may_use_another_part_of_the_same_samples(own: bool) -> None:
+    """Such as another level of noise: what the models are given tells."""
+    ranks = []
+    for rank in range(3):
+        log = log_of(CUSTOM, [range(80)])
+        rows = iter(range(100 * rank * own, 1000))
+        events = [
+            replace(e, rows=[next(rows), next(rows)], draws=9) if isinstance(e, ForwardEnded) else e
+            for e in log.events
+        ]
+        ranks.append(replace(log, events=events))
+    judged = shards(case_of(ranks))
+    assert isinstance(judged, Finding)
+    assert judged.is_note == own
+
+
 def test_groups_of_ranks_may_read_the_same_shard() -> None:
     judged = judge_parts(DIVIDED, [range(40), range(40), range(40, 80), range(40, 80)])
     assert isinstance(judged, NotJudged), judged
@@ -317,6 +334,8 @@ SHUFFLED = [3, 1, 2, 0, 7, 5, 6, 4]
         ({}, [SHUFFLED, SHUFFLED], ("t.py:2", "t.py:3"), True),  # two loops of one epoch
         ({"sharding": {"shuffle": False, "epoch": 0}}, [SHUFFLED, SHUFFLED], (), None),
         ({"sharding": {}}, [SHUFFLED, SHUFFLED], (), None),
+        ({"reorders": True}, [SHUFFLED, SHUFFLED], (), False),
+        ({"reorders": False}, [SHUFFLED, SHUFFLED], (), None),  # a curriculum, in any epoch
         ({"sharding": {}, "takes_epoch": True, "iterable": True}, [SHUFFLED] * 2, (), False),
         (
             {"sharding": {}, "takes_epoch": True, "iterable": True, "of_library": True},

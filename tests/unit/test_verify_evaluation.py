@@ -86,6 +86,17 @@ def test_padded_shards_whose_samples_are_counted(count: int, reverse: bool) -> N
     assert isinstance(reported_numbers(case(whole, ranks)), NotJudged)
 
 
+@RANKS
+def test_a_count_of_the_samples_alone_may_be_one_of_the_work(count: int) -> None:
+    """Such as for a speed; what the script removes before its metrics is not recorded."""
+    own = shards(101, count)
+    total = sum(map(len, own))
+    ranks = [evaluates(part, *reduces([len(part)], [total])) for part in own]
+    judged = evaluated_samples(case(evaluates(range(101), *reduces([101.0], [101.0])), ranks))
+    assert isinstance(judged, Finding)
+    assert judged.is_note
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
@@ -127,8 +138,8 @@ def test_one_padded_sample_of_many_is_a_note() -> None:
 @pytest.mark.parametrize(("dataset", "is_note"), [(101, False), (120, True)])
 def test_samples_that_no_rank_evaluates(dataset: int, is_note: bool) -> None:
     """By `drop_last` of a sampler; if one process leaves out some too, it may be the design."""
-    whole = evaluates(range(101), *reduces([101.0], [101.0]), dataset=dataset)
-    ranks = [evaluates(range(r, 100, 2), *reduces([50.0], [100.0])) for r in range(2)]
+    whole = evaluates(range(101), *reduces([80.0, 101.0], [80.0, 101.0]), dataset=dataset)
+    ranks = [evaluates(range(r, 100, 2), *reduces([40.0, 50.0], [79.0, 100.0])) for r in range(2)]
     judged = evaluated_samples(case(whole, ranks))
     assert isinstance(judged, Finding)
     assert judged.is_note == is_note

@@ -102,6 +102,18 @@ def test_trained_and_untrained_models_have_different_numbers() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_which_parameters_of_a_model_are_outside_of_the_ddp_in_it() -> None:
+    seen: list[Any] = []
+    recorder: Any = SimpleNamespace(write=seen.append)
+    trunk = DistributedDataParallel(nn.Linear(2, 2))
+    for model in (nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 1)}), trunk):
+        models = Models(recorder)
+        models.on_call(model, trains=True)
+        models.restart()  # torch keeps the hooks of `models`, and with them its ports
+    assert [each.outside_ddp for each in seen] == [["head.weight", "head.bias"], []]
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_only_trained_parameters_that_ddp_does_not_know_are_reported() -> None:
     """Two models with equal names: the first one has a new parameter without an optimizer."""
     events: list[Event] = []

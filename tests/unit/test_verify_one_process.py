@@ -265,6 +265,21 @@ def test_what_a_step_makes_of_weights_and_buffers(
         assert "50.00%" in judged.evidence
 
 
+@RANKS
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_factor_that_the_optimizer_takes_out_is_a_note(
+    count: int, is_equal: bool, tmp_path: Path
+) -> None:
+    steps = Steps(tmp_path, [(4,)] * count)
+    steps.change(lambda gradient: gradient * count)
+    ends = {"ordinary": 1.01 if is_equal else 1.02, "union": 1.01, "null": 1.01, "alone": 1.01}
+    steps.results = {mode: {"w": torch.full((120,), end)} for mode, end in ends.items()}
+    judged = steps.judge()
+    assert isinstance(judged, Finding)
+    assert "summed over the ranks" in judged.what
+    assert judged.is_note == is_equal
+
+
 def test_weights_are_not_compared_between_learning_rates(tmp_path: Path) -> None:
     """A learning rate that grows with the number of ranks is a choice."""
     steps = Steps(tmp_path, [(4,)] * 2)

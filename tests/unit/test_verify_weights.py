@@ -20,6 +20,7 @@ from paceline.audit.events import (
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
+    ModelSeen,
     NotReduced,
     OptimizerStepBegun,
     OptimizerStepEnded,
@@ -185,6 +186,17 @@ def test_ranks_that_start_with_different_weights(
     assert kind(judged) == found
     assert isinstance(judged, Finding)
     assert "start with different weights" in judged.what
+
+
+@pytest.mark.parametrize(("outside", "found"), [(["w"], NOTE), ([], Finding)])
+def test_a_part_of_a_model_that_no_ddp_has_may_be_that_of_a_rank(
+    outside: list[str], found: Any
+) -> None:
+    """Such as a head for a rank's own task, beside a trunk that is in DDP."""
+    ranks: list[list[Event]] = [
+        [ModelSeen(outside_ddp=outside), *rank([own, own + 1], grads=[own, own])] for own in (1, 11)
+    ]
+    assert kind(equal_weights(case(*ranks))) == found
 
 
 @pytest.mark.parametrize("differ", [False, True])

@@ -194,6 +194,8 @@ class LoaderSeen(Event):
     # Those of "num_replicas", "seed", "shuffle", "epoch" and "replacement" that the sampler has.
     sharding: dict[str, Any] = field(default_factory=dict)
     takes_epoch: bool = False  # whether its sampler or dataset has `set_epoch`
+    # Whether the sampler has another order after `set_epoch` with another epoch; None if unknown.
+    reorders: bool | None = None
     batch_size: int | None = None
     iterable: bool = False
     dataset: str = ""  # the name of its type
@@ -274,6 +276,8 @@ def full_name(model: int, name: str) -> str:
 class ModelSeen(Event):
     """The first call of a model."""
 
+    # Of a model with a DDP inside, the full names of the parameters outside of it.
+    outside_ddp: list[str] = field(default_factory=list)
     layout: str = ""  # of its DTensors: "data" for FSDP, "parts" for all others, "" if it has none
 
 

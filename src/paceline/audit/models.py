@@ -51,7 +51,7 @@ class Models:
             untrained = not trains and not any(inner_of(model) is inner for model in self.ddp)
             others = sum((n < 0) == untrained for n, _ in self._roots.values())
             self._roots[id(inner)] = (-1 - others if untrained else others, inner)
-            self._record_model(inner)
+            self._record_model(self._roots[id(inner)][0], inner)
         number = self._roots[id(inner)][0]
         if trains:
             self._trained.update(id(parameter) for parameter in inner.parameters())
@@ -119,12 +119,19 @@ class Models:
                     )
                 )
 
-    def _record_model(self, inner: torch.nn.Module) -> None:
+    def _record_model(self, number: int, inner: torch.nn.Module) -> None:
         meshes = [p.device_mesh for p in inner.parameters() if isinstance(p, DTensor)]
         is_fsdp = any(isinstance(m, FSDPModule) for m in inner.modules())
         is_data = is_fsdp and all(mesh.ndim == 1 for mesh in meshes)
         layout = ("data" if is_data else "parts") if meshes else ""
-        self._recorder.write(ModelSeen(layout=layout))
+        wrapped = [m for m in inner.modules() if isinstance(m, DistributedDataParallel)]
+        inside = {id(p) for wrapper in wrapped for p in wrapper.parameters()}
+        outside = [
+            full_name(number, name)
+            for name, p in without_ddp(inner, inner.named_parameters())
+            if wrapped and id(p) not in inside
+        ]
+        self._recorder.write(ModelSeen(layout=layout, outside_ddp=outside))
 
     def _on_added(self, module: torch.nn.Module, name: str, added: Any) -> None:
         """Remember the line that adds a parameter or a module after DDP was built."""

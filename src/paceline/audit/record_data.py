@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dis
+import random
 import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from paceline import torch_private
@@ -46,6 +51,8 @@ from paceline.audit.record import (
 )
 from paceline.watch.stacks import is_script
 
+# So many samples show whether two orders differ.
+_ORDER = 1000
 _PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
 _RESET = "torch.utils.data.dataloader._BaseDataLoaderIter._reset"
@@ -280,6 +287,7 @@ class DataHooks:
             sampler_id=id(sampler),  # of one sampler only, because its loader is kept
             sharding={n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
             takes_epoch=hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
+            reorders=_reorders(sampler),
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             iterable=iterable,
             dataset=type(dataset).__name__,
@@ -373,6 +381,26 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     candidates = [s for s in (inner, own, loader.sampler) if s is not None]
     sharding = [s for s in candidates if hasattr(s, "num_replicas")]
     return (sharding or candidates or [None])[0]
+
+
+def _reorders(sampler: Any) -> bool | None:
+    """Whether a copy of a sampler has another order in the next epoch; None if it takes no epoch."""
+    if not hasattr(sampler, "set_epoch") or not hasattr(sampler, "epoch"):
+        return None
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    orders = []
+    try:
+        for epoch in (sampler.epoch, sampler.epoch + 1):
+            other = copy.copy(sampler)
+            other.set_epoch(epoch)
+            orders.append(list(islice(iter(other), _ORDER)))
+    except Exception:
+        return None  # a sampler of the script may need what a copy has not
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+    return orders[0] != orders[1]
 
 
 def _samples_of(dataset: Any, index: Any) -> list[Any] | None:

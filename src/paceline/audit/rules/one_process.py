@@ -316,6 +316,8 @@ def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
                 before, eps = _before(begin, own)
                 x, y, z, start = (each[taken] for each in (got[own], value, other[own], before))
                 change = max(_norm([y - start]), _norm([x - start]))
+                if not change:
+                    continue
                 difference = _norm([x - y])
                 allowed = max(rounding * change, _LARGEST * _norm([z - y])) + eps * _norm([y])
                 found.append(
@@ -323,7 +325,7 @@ def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
                         number,
                         name,
                         is_buffer,
-                        difference / change if change else 0.0,
+                        difference / change,
                         is_wrong=not difference <= allowed,
                     )
                 )
@@ -365,7 +367,13 @@ def step_of_one_process(case: Case) -> Judgement:
     results = results_of(case, steps)
     wrong = [] if case.optimizer_exchanges else [step for step in steps if step.wrong]
     if wrong:
-        return _explain(case, wrong[0], f"in {len(wrong)} of {len(steps)} compared steps")
+        found = _explain(case, wrong[0], f"in {len(wrong)} of {len(steps)} compared steps")
+        weights = [r for r in results if r.step == wrong[0].number and not r.is_buffer]
+        if not isinstance(found, Finding) or not weights or any(r.is_wrong for r in weights):
+            return found
+        # The optimizer may divide it, or be one for which its scale has no effect, such as Adam.
+        evidence = f"{found.evidence}. The weights after the step are those of one process"
+        return replace(found, evidence=evidence, is_note=True)
     if any(result.is_wrong for result in results):
         return _changed(case, [result for result in results if result.is_wrong])
     if case.optimizer_exchanges and all(result.is_buffer for result in results):

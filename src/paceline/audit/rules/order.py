@@ -19,7 +19,7 @@ def order_of_passes(case: Case) -> Judgement:
         if loader.sharding.get("num_replicas", 1) > 1:
             found += _other_epoch_on_a_rank(case, name)
         has_epoch = "epoch" in loader.sharding or loader.takes_epoch
-        if not has_epoch or loader.sharding.get("shuffle") is False:
+        if not has_epoch or loader.sharding.get("shuffle") is False or loader.reorders is False:
             continue
         passes = _training_passes(log, name)
         judged |= len(passes) > 1

@@ -10,6 +10,7 @@ from paceline.audit.events import (
     CollectiveBegun,
     Event,
     ForwardEnded,
+    ModelSeen,
     NotReduced,
     OptimizerStepBegun,
     OptimizerStepEnded,
@@ -141,7 +142,9 @@ def _start(case: Case, mismatch: Mismatch) -> Finding | None:
     """The weights differ before their first step, and no DDP makes them equal."""
     name = mismatch.names[0]
     forwards = _forwards_with(case.ranks[0], name)
-    if mismatch.last_seen or any(e.sync is not None or e.bypasses_ddp for e in forwards):
+    outside = {each for e in case.ranks[0].of(ModelSeen) for each in e.outside_ddp}
+    is_wrapped = any(e.sync is not None or e.bypasses_ddp for e in forwards)
+    if mismatch.last_seen or (is_wrapped and not outside.issuperset(mismatch.names)):
         return None
     grads = [[e.grads[name] for e in _steps_with(log, name, mismatch.step)] for log in case.ranks]
     why = "the script does not make them equal."
