@@ -174,11 +174,13 @@ def _changed_outside(case: Case, mismatch: Mismatch) -> Finding:
     uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.outside_models]
     return _finding(
         mismatch,
-        f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}.",
+        f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}."
+        if mismatch.last_seen
+        else f"{name} differs between the ranks since its first use.",
         at=next(iter(uses), ""),
         ranks=ranks,
-        why="DDP reduces gradients, not weights: a change on one rank stays on that rank. The change is "
-        "before this line, which is that of the next use.",
+        why="DDP makes weights equal only when it is built. A later change on one rank, or a parameter that "
+        "is added later, stays on that rank. The change is before this line, which is that of the next use.",
         fix="make the same change on every rank, or broadcast the weights after it.",
     )
 
