@@ -170,6 +170,25 @@ def test_forwards_after_one_that_raised_are_recorded(tmp_path: Path) -> None:
     assert forward.samples == 3
 
 
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_a_step_that_only_makes_the_state_of_an_optimizer_is_none(
+    lr: float, tmp_path: Path
+) -> None:
+    """As in `set_optimizer_state_dict` of torch: with a rate of 0, before the first backward."""
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 20), recorder, 0)
+    hooks = LoopHooks(progress, Models(recorder))
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    hooks.before_step(optimizer, (), {})
+    hooks.after_step(optimizer, (), {})
+    assert progress.steps == bool(lr)
+    assert bool(events) == bool(lr)
+
+
 def test_a_lazy_module_before_its_first_forward_is_no_reason_to_fail(tmp_path: Path) -> None:
     recorder: Any = SimpleNamespace(write=lambda event: None)
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))

@@ -385,7 +385,7 @@ def test_buffers_that_were_compared_are_called_equal() -> None:
     def judged(**buffers: int) -> str:
         return str(equal_buffers(case(*[[ForwardEnded(trains=True, buffers=buffers)]] * 2)))
 
-    assert "the models have no buffers" in judged()
+    assert "the models with parameters have no buffers" in judged()
     assert "so were buffers when training" in judged(mean=1)
     assert isinstance(equal_buffers(case([], [])), NotJudged)
 

@@ -114,6 +114,7 @@ class LoopHooks:
         self._digested_in: dict[int, tuple[int, bool, int | None]] = {}
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
+        self._has_backward = False  # whether there was one
         self._model_updates = 0  # steps of optimizers that have parameters of called models
         # For each parameter that no called model has: the value of `_model_updates` at its last step.
         self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
@@ -246,6 +247,7 @@ class LoopHooks:
             backward(tensors, *args, **kwargs)
             return
         losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
+        self._has_backward = True
         self._progress.on_backward()
         self._kept.begin_backward(losses)
         with (
@@ -262,9 +264,15 @@ class LoopHooks:
         ):
             backward(tensors, *args, **kwargs)
 
+    def _makes_state(self, optimizer: Optimizer) -> bool:
+        """Whether a step only makes the optimizer's state, as in torch's `set_optimizer_state_dict`."""
+        return not self._has_backward and all(g.get("lr") == 0 for g in optimizer.param_groups)
+
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._makes_state(optimizer):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._record_step(optimizer)
@@ -319,6 +327,8 @@ class LoopHooks:
         return digests
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._makes_state(optimizer):
+            return
         digests = {
             self._models.name_of(p): digest(p)
             for p in owned_parameters(optimizer)

@@ -84,7 +84,7 @@ def _buffers(case: Case) -> Judgement:
     if found is None:
         equal = "models that are not trained were equal on all ranks"
         if not any(names for own in buffers for names in own.values()):
-            return NoFault(f"{equal}; the models have no buffers.")
+            return NoFault(f"{equal}; the models with parameters have no buffers.")
         return NoFault(f"{equal}, and so were buffers when {when}.")
     ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
     if when == "training" and ends[0] and all(end == ends[0] for end in ends):

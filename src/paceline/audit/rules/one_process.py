@@ -46,6 +46,7 @@ class Step:
 
     Attributes:
         wrong: By parameter, the relative difference of the two gradients, where it is more than rounding.
+        size: The norm of the gradient of one process.
         largest: The largest relative difference of all parameters.
         noise: The relative difference between the two runs of one process.
         rounding: The relative difference that rounding explains.
@@ -60,6 +61,7 @@ class Step:
     number: int
     optimizer: int
     wrong: dict[str, float] = field(default_factory=dict)
+    size: float = 0.0
     largest: float = 0.0
     noise: float = 0.0
     rounding: float = 0.0
@@ -180,7 +182,9 @@ def _compare(step: Step, ranks: list[Any], one: Any, null: Any) -> Step:
             return step
         size = _norm(want.values())
         noise = _norm(other[n] - want[n] for n in want) / size if size else 0.0
-        step = replace(step, noise=noise, rounding=rounding, exact=max(rounding, _LARGEST * noise))
+        step = replace(
+            step, size=size, noise=noise, rounding=rounding, exact=max(rounding, _LARGEST * noise)
+        )
         wrong = {}
         for name, wanted in want.items():
             scale = max(_norm([wanted]), _norm([got[name]]))
@@ -339,9 +343,11 @@ def _known_gradients(union: Run, steps: Sequence[Step]) -> dict[str, torch.Tenso
     """
     known = {}
     for step in steps:
-        saved = _saved(union, step.number, step.optimizer, 0)
-        for name, gradient in _whole([saved], "final").items():
-            known[name] = gradient.abs() > step.exact * gradient.norm()
+        gradients = _whole([_saved(union, step.number, step.optimizer, 0)], "final")
+        least = _UNITS * _EPS * _norm(gradients.values())
+        for name, gradient in gradients.items():
+            if gradient.norm() > least:
+                known[name] = gradient.abs() > step.exact * gradient.norm()
     return known
 
 
@@ -385,6 +391,8 @@ def step_of_one_process(case: Case) -> Judgement:
         return _reduction_alone(
             case, why or "one process could not be given the samples of the ranks."
         )
+    if not any(step.size for step in steps):
+        return NotJudged("the gradients of the compared steps are 0.")
     noise = max(step.noise for step in steps)
     if noise > _HIDDEN:
         return _reduction_alone(
@@ -529,7 +537,10 @@ def _multiple(case: Case, step: Step, ratio: float, evidence: str) -> Judgement:
         _DO_NOT_SCALE,
     )
     is_note = False
-    if step.is_near(ratio, count):
+    is_mean = bool(step.of_ranks) and step.is_near(step.of_ranks[0], 1 / count)
+    if step.is_near(ratio, count) and is_mean:
+        what += ": the loss is multiplied by the number of ranks."
+    elif step.is_near(ratio, count):
         what += ": it is summed over the ranks, and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
     elif step.is_near(ratio, 1 / count):
@@ -539,7 +550,6 @@ def _multiple(case: Case, step: Step, ratio: float, evidence: str) -> Judgement:
         fix += "ranks, multiply it by the number of ranks."
         alone = _scale_alone(case, step)
         # A sum that is divided by a constant batch size is the mean of a rank.
-        is_mean = bool(step.of_ranks) and step.is_near(step.of_ranks[0], 1 / count)
         if alone is None or step.is_near(alone, 1.0) or not is_mean:
             is_note = True
             why = "on one process it grows with the number of samples: the loss is a sum over them, or "
@@ -625,4 +635,5 @@ def _line(case: Case) -> str:
 
 
 def _listed(factors: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{x:.3g}" for x in factors) + "]" if factors else "no"
+    shown = [f"{0 if abs(x) < _EPS else x:.3g}" for x in factors]
+    return f"[{', '.join(shown)}]" if factors else "no"

@@ -32,8 +32,8 @@ def random_numbers(case: Case) -> Judgement:
     if not loads and not forwards:
         return NotJudged("neither the loading of samples nor a forward of training was seen.")
     return NoFault(
-        f"no two ranks or workers drew numbers from equal states of a generator, in {loads} batches that "
-        f"were loaded and {forwards} forwards."
+        f"no two ranks drew the same numbers in most of {forwards} forwards, and no two workers for the "
+        f"first of {loads} batches."
     )
 
 

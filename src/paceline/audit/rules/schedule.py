@@ -59,8 +59,8 @@ def schedule(case: Case) -> Judgement:
         why=why,
         fix="count optimizer steps, in the length of the schedule and in its steps; or count the samples or "
         "tokens of all ranks in both.",
-        evidence=f"relative to the first one, the learning rate is {rates[wrong[0]]:.4g} on the ranks, and "
-        f"{of_one[wrong[0]]:.4g} on one process",
+        evidence=f"relative to the one that the schedule starts from, the learning rate is "
+        f"{rates[wrong[0]]:.4g} on the ranks, and {of_one[wrong[0]]:.4g} on one process",
         effect=f"{len(wrong)} of {len(steps)} steps have another learning rate",
         # If it is not known what one process has after as many samples, the schedule may count samples.
         is_note=not (is_fast or is_slow) or not _solo_steps_per_step(case),
@@ -96,14 +96,14 @@ def _are_in(rates: Sequence[float], near: Sequence[Sequence[float]]) -> bool:
 
 
 def _end(case: Case, rates: Sequence[float], solo: Sequence[float]) -> Finding | None:
-    """The schedule of the ranks ends at a rate that one process has not near its end."""
+    """The ranks have the rates of the first steps of one process, and end before it comes near its last."""
     runs = (case.solo, case.ordinary)
     if any(run.returncode or log.of(TrainingContinues) for run in runs for log in run.ranks):
         return None
     near_end = solo[-case.world_size - 1 :]  # a step of the ranks may be N steps of one process
-    if not rates or not near_end:
+    if any(abs(a - b) > _ROUNDING for a, b in zip(rates, solo, strict=False)):
         return None
-    if min(near_end) - _ROUNDING <= rates[-1] <= max(near_end) + _ROUNDING:
+    if not rates or min(near_end) - _ROUNDING <= rates[-1] <= max(near_end) + _ROUNDING:
         return None
     return Finding(
         what="the schedule ends at another learning rate than that of one process.",
@@ -112,8 +112,8 @@ def _end(case: Case, rates: Sequence[float], solo: Sequence[float]) -> Finding |
         why=f"{case.world_size} processes take {len(rates)} steps, and one takes {len(solo)}: a schedule "
         "whose length counts the steps of one process does not reach its end.",
         fix="compute its length from the number of batches of one rank, such as len(loader).",
-        evidence=f"relative to the first one, the last learning rate is {solo[-1]:.4g} on one process and "
-        f"{rates[-1]:.4g} on {case.world_size}",
+        evidence=f"relative to the one that the schedule starts from, the last rate is {solo[-1]:.4g} on one "
+        f"process and {rates[-1]:.4g} on {case.world_size}",
         effect=f"the training ends after {len(rates)} of {len(solo)} steps",
         is_note=True,
     )
