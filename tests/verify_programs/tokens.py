@@ -28,7 +28,7 @@ def collate(items):
     return tokens, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE)
 
 
-def main(epochs=5):
+def main(epochs=6):
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     data = Sentences()
