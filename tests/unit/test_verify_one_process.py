@@ -87,7 +87,8 @@ class Steps:
             for number, named in enumerate(
                 ({}, self.results.get(mode, {})) if self.results else ()
             ):
-                values = named or {name: torch.ones(120) for name in ("w", "ema")}
+                sizes = {"w": 120, "ema": 120, "b": 7}
+                values = named or {name: torch.ones(n) for name, n in sizes.items()}
                 file = f"result-1-0-{rank}.pt" if number else f"state-0-0-{rank}.pt"
                 saved: Any = {name: (None, value) for name, value in values.items()}
                 if number:
@@ -275,7 +276,10 @@ def test_a_factor_that_the_optimizer_takes_out_is_a_note(
     steps = Steps(tmp_path, [(4,)] * count)
     steps.change(lambda gradient: gradient * count)
     ends = {"ordinary": 1.01 if is_equal else 1.02, "union": 1.01, "null": 1.01, "alone": 1.01}
-    steps.results = {mode: {"w": torch.full((120,), end)} for mode, end in ends.items()}
+    steps.results = {
+        mode: {"w": torch.full((120,), end), "b": torch.full((7,), end)}
+        for mode, end in ends.items()
+    }
     judged = steps.judge()
     assert isinstance(judged, Finding)
     assert "summed over the ranks" in judged.what

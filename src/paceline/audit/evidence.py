@@ -339,7 +339,7 @@ class RankLog:
         """Whether a model is in shards, or an exchange was seen: by DDP, or in a call after a backward."""
         return (
             bool(self.layouts)
-            or any(event.sync is not None for event in self.training_forwards)
+            or any(event.sync for event in self.training_forwards)
             or self.exchanges_after_backward
             or self.exchanges_in_optimizer
         )

@@ -174,7 +174,7 @@ def without_ddp(
 
 def state_by_name(model: torch.nn.Module) -> dict[str, Any]:
     """The entries of the state dict of a model, under the names that they have without DDP."""
-    return dict(without_ddp(model, model.state_dict().items()))
+    return dict(without_ddp(model, (model.state_dict() or {}).items()))
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:

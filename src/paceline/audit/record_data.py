@@ -17,7 +17,14 @@ from weakref import WeakKeyDictionary
 
 import numpy
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    get_worker_info,
+)
 
 from paceline import torch_private
 from paceline.audit import union
@@ -384,15 +391,20 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _reorders(sampler: Any) -> bool | None:
-    """Whether a copy of a sampler has another order in the next epoch; None if it takes no epoch."""
-    if not hasattr(sampler, "set_epoch") or not hasattr(sampler, "epoch"):
+    """Whether a copy of a sampler of torch has another order in the next epoch; None if it is no such one.
+
+    A copy shares generators and iterators with the sampler, whose state must not change.
+    """
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    if any(isinstance(x, Iterator | torch.Generator) for x in vars(sampler).values()):
         return None
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     orders = []
     try:
         for epoch in (sampler.epoch, sampler.epoch + 1):
             other = copy.copy(sampler)
-            other.set_epoch(epoch)
+            other.epoch = epoch
             orders.append(list(islice(iter(other), _ORDER)))
     except Exception:
         return None  # a sampler of the script may need what a copy has not

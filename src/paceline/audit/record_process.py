@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import atexit
+import hashlib
+import inspect
 import linecache
 import multiprocessing
 import os
@@ -26,7 +28,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import SpawnContext
 
-from paceline.audit.digests import digest, seed_all
+from paceline.audit.digests import digest, leaves, seed_all
 from paceline.audit.events import (
     CompileCalled,
     ExitCalled,
@@ -53,6 +55,7 @@ from paceline.audit.record import (
     line_of,
     user_line,
 )
+from paceline.data.digest import has_content
 
 _SEED = 20_260
 
@@ -152,6 +155,10 @@ class ProcessHooks:
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Record which files the script writes, and which it reads that verification or it has written."""
+        with suppress(Exception):  # what cannot be recorded must not stop the script
+            self._record_file(event, args)
+
+    def _record_file(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[1], str):
             if (path := self._path_of(args[0])) and not set(args[1]).isdisjoint("wxa"):
                 # "r+" is none of them: numpy.memmap maps data with it.
@@ -159,12 +166,12 @@ class ProcessHooks:
             elif path:
                 self._record_read(path)
         elif event == "os.rename" and (path := self._path_of(args[1])):
-            with suppress(OSError):
-                content = digest(Path(args[0]).read_bytes())
-                self._record_write(path, content=content, is_whole=True)
+            with open(args[0], "rb") as file:
+                content = digest(hashlib.file_digest(file, "sha256").hexdigest())
+            self._record_write(path, content=content, is_whole=True)
 
     def _record_write(self, path: Path, *, content: int = 0, is_whole: bool = False) -> None:
-        if at := user_line():
+        if not path.is_dir() and (at := user_line()):  # a temporary file without a name
             steps = self._progress.steps
             self._recorder.write(
                 FileWritten(
@@ -181,13 +188,18 @@ class ProcessHooks:
             if found.st_size and found.st_mtime < self._began_s:
                 self._recorder.write(OwnFileRead(at=at, path=str(path)))
 
-    def save(self, save: Callable[..., None], thing: Any, file: Any, *args: Any, **kw: Any) -> None:
+    def save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """torch opens the file in C++, which the audit hook does not see."""
-        is_path = isinstance(file, str | os.PathLike)
-        path = self._path_of(file if is_path else getattr(file, "name", None))
+        with suppress(Exception):  # what cannot be recorded may be saved all the same
+            self._record_save(**inspect.signature(save).bind(*args, **kwargs).arguments)
+        save(*args, **kwargs)
+
+    def _record_save(self, obj: Any, f: Any, **_: Any) -> None:
+        path = self._path_of(f if isinstance(f, str | os.PathLike) else getattr(f, "name", None))
         if path is not None:
-            self._record_write(path, content=digest(thing))
-        save(thing, file, *args, **kw)
+            # Other objects would count by their addresses.
+            known = [x for x in leaves(obj) if has_content(x) or isinstance(x, int | float | str)]
+            self._record_write(path, content=digest(known))
 
     def _path_of(self, file: Any) -> Path | None:
         """The absolute path of a file that rules may look at."""

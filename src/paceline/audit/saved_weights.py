@@ -44,11 +44,10 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Some numbers of a tensor, in float64; all of one that is sharded: the ranks hold other parts."""
-    values = reals_of(tensor).cpu()
     if isinstance(tensor, DTensor):
-        return values.clone()
-    flat = values.flatten()
-    return flat[:: max(1, len(flat) // _NUMBERS)].clone()
+        return reals_of(tensor).cpu().clone()
+    flat = plain(tensor).flatten()
+    return reals_of(flat[:: max(1, len(flat) // _NUMBERS)]).cpu().flatten().clone()
 
 
 def numbers_of(model: torch.nn.Module, *, without: tuple[type, ...]) -> dict[str, Any]:

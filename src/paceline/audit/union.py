@@ -180,7 +180,7 @@ class KeptSteps:
         if is_new:
             if step - 1 in self._kept:
                 self._save_result(step, number, model)
-            if self._keeps_end_of_pass(step):
+            if self._keeps_end_of_pass(step, model):
                 self._kept.add(step)
             self._begun.add((step, number))
         if not self._is_kept:
@@ -197,7 +197,9 @@ class KeptSteps:
                 module.training = False
                 self._undo.append(partial(setattr, module, "training", True))
 
-    def _keeps_end_of_pass(self, step: int) -> bool:
+    def _keeps_end_of_pass(self, step: int, model: nn.Module) -> bool:
+        if any(isinstance(module, _BATCHNORMS) for module in model.modules()):
+            return False  # a rank with more batches than another would turn it off alone
         is_chosen = self._kept > set(self._plan.kept)
         is_begun = any(done == step for done, _ in self._begun)
         ends_pass = self._plan.mode == "ordinary" and self._progress.ends_pass

@@ -307,7 +307,9 @@ class _Search:
             for name in first.values | event.values if self._with_scores else ():
                 x, y = (float(v.get(name, math.nan)) for v in (first.values, event.values))
                 # Rounding may change the prediction for one sample.
-                is_share = self._rtol and _is_share(x, samples) and _is_share(y, samples)
+                is_share = (
+                    self._rtol and samples and _is_share(x, samples) and _is_share(y, samples)
+                )
                 least = 1 / (samples * self._rtol) if is_share else 0.0
                 yield from self._number("evaluation", x, y, name=name, least=least)
 

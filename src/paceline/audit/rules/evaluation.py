@@ -235,7 +235,8 @@ def reported_numbers(case: Case) -> Judgement:
     part = _own_part(case)
     if case.union is None:
         return part or NotJudged(case.why_no_union)
-    if isinstance(evaluated_samples(case), Finding):
+    samples = evaluated_samples(case)
+    if isinstance(samples, Finding) and not samples.is_note:
         return NotJudged("it may be a consequence of: evaluated samples.")
     compared = [e for e in _compare(case) if e.has_same_samples or e.is_comparable]
     findings = [*_reduced_again(compared)]

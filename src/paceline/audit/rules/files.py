@@ -21,17 +21,17 @@ def shared_files(case: Case) -> Judgement:
     """Each file is written by one rank, and others read it after a collective that follows the write."""
     of_ranks = [_accesses(log, case.world_size) for log in case.ranks]
     paths = sorted({path for own in of_ranks for path in own})
+    found: list[Finding] = []
     written = 0
     for path in paths:
         writes = [
-            [a for a in own[path] if isinstance(a.event, FileWritten)] if path in own else []
-            for own in of_ranks
+            [a for a in own.get(path, []) if isinstance(a.event, FileWritten)] for own in of_ranks
         ]
         written += any(writes)
-        if finding := _written_by_several(path, writes) or _read_too_early(
-            case, path, of_ranks, writes
-        ):
-            return finding
+        own = _written_by_several(path, writes) or _read_too_early(case, path, of_ranks, writes)
+        found += [own] if own else []
+    if found:
+        return min(found, key=lambda each: each.is_note)
     return NoFault(f"{written} files were written, each by one rank, and read after a collective.")
 
 
@@ -49,17 +49,32 @@ def _accesses(log: RankLog, world_size: int) -> dict[str, list[_Access]]:
 
 def _written_by_several(path: str, writes: list[list[_Access]]) -> Finding | None:
     """The finding if several ranks write one file: parts of it, or as a whole with other contents."""
-    events = [[a.event for a in own if isinstance(a.event, FileWritten)] for own in writes]
-    ranks = [rank for rank, own in enumerate(events) if own]
-    if len(ranks) < 2:
-        return None
-    contents = [{event.content for event in events[rank]} - {0} for rank in ranks]
-    differ = all(contents) and any(own != contents[0] for own in contents)
-    if not differ and sum(any(not e.is_whole for e in own) for own in events) < 2:
-        return None
+    # Ranks that take turns have a collective between their writes.
+    for place in sorted({a.collectives for own in writes for a in own}):
+        events = [
+            [a.event for a in own if a.collectives == place and isinstance(a.event, FileWritten)]
+            for own in writes
+        ]
+        ranks = [rank for rank, own in enumerate(events) if own]
+        contents = [{event.content for event in events[rank]} - {0} for rank in ranks]
+        differ = all(contents) and any(own != contents[0] for own in contents)
+        in_parts = sum(any(not e.is_whole for e in own) for own in events)
+        if len(ranks) > 1 and (differ or in_parts > 1):
+            return _several(path, events, ranks, differ=differ, in_parts=in_parts > 1)
+    return None
+
+
+def _several(
+    path: str,
+    events: list[list[FileWritten]],
+    ranks: list[int],
+    *,
+    differ: bool,
+    in_parts: bool,
+) -> Finding:
     first = events[ranks[0]][0]
     return Finding(
-        what=f"{name_ranks(ranks, len(writes))} write the file {path}"
+        what=f"{name_ranks(ranks, len(events))} write the file {path}"
         + (", with different contents." * differ or "."),
         at=first.at,
         ranks=ranks,
@@ -73,7 +88,8 @@ def _written_by_several(path: str, writes: list[list[_Access]]) -> Finding | Non
         effect=f"what {len(ranks) - 1} of {len(ranks)} ranks wrote is lost"
         if differ
         else f"{len(ranks)} ranks write at a time",
-        is_note=not differ,
+        # Files with equal values may have other bytes, such as their name in an archive.
+        is_note=not (differ and in_parts),
     )
 
 

@@ -56,7 +56,8 @@ def _clips_with_scale(log: RankLog) -> Iterator[tuple[Update, Clipped]]:
                 unscaled.difference_update(call.names)
             elif isinstance(call, Clipped) and call.scale != 1:
                 is_scaled = scaled & {*call.names} - unscaled
-                if is_scaled and (call.max_norm or 0.0) < call.scale**0.5:
+                is_known = call.max_norm is not None
+                if is_scaled and is_known and (call.max_norm or 0.0) < call.scale**0.5:
                     yield update, call
 
 

@@ -14,6 +14,7 @@ another order and the generators another seed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,8 @@ def steps_of(case: Case) -> list[Step]:
             one = _saved(case.union, number, optimizer, 0)
             null = _saved(case.null, number, optimizer, 0) if case.null else one
             if one and null and ranks and not one["is_coupled"]:
-                found.append(_compare(Step(number, optimizer), ranks, one, null))
+                step = _compare(Step(number, optimizer), ranks, one, null)
+                found += [] if step is None else [step]
     return found
 
 
@@ -170,38 +172,50 @@ def _saved_by_all(case: Case, step: int, optimizer: int) -> list[Any]:
     return found if all(found) else []
 
 
-def _compare(step: Step, ranks: list[Any], one: Any, null: Any) -> Step:
-    """Compare the gradients of a step, first the reduced ones."""
-    eps = max(own["eps"] for own in (*ranks, one))
-    rounding = max(_UNITS * _EPS, _COARSE_UNITS * eps if eps > _EPS else 0.0)
-    for key in ("reduced", "final"):
-        got, want, other = _whole(ranks, key), _whole([one], key), _whole([null], key)
-        for a, b in ((got, want), (want, got), (other, want)):
-            a |= {name: torch.zeros_like(b[name]) for name in b.keys() - a.keys()}
-        if any(got[n].shape != want[n].shape for n in want):
-            return step
-        size = _norm(want.values())
-        noise = _norm(other[n] - want[n] for n in want) / size if size else 0.0
-        step = replace(
-            step, size=size, noise=noise, rounding=rounding, exact=max(rounding, _LARGEST * noise)
-        )
-        wrong = {}
-        for name, wanted in want.items():
-            scale = max(_norm([wanted]), _norm([got[name]]))
-            if scale <= max(_UNITS * _EPS, eps) * size:
-                continue  # it is rounding itself
-            difference = _norm([got[name] - wanted]) / scale
-            # Of few numbers, the noise may be small by chance.
-            allowed = max(step.exact, _LARGEST * _norm([other[name] - wanted]) / scale)
-            step = replace(step, largest=max(step.largest, difference))
-            if not difference <= allowed:  # also if a number is not finite
-                wrong[name] = difference
-        if wrong:
-            step = replace(step, wrong=wrong, after_reduction=key == "final")
-            return _with_factors(
-                step, ranks, *(torch.cat([x[n] for n in wrong]) for x in (got, want))
-            )
+def _compare(step: Step, ranks: list[Any], one: Any, null: Any) -> Step | None:
+    """Compare what the optimizers got in a step; None if one process has other shapes, or no finite numbers.
+
+    If it differs, so may what was there before the script changed it, such as by clipping.
+    """
+    for key in ("final", "reduced"):
+        parts = _whole(ranks, key), _whole([one], key), _whole([null], key)
+        eps = max(own["eps"] for own in (*ranks, one))
+        compared = _with_differences(step, parts, eps)
+        if compared is None or not compared.wrong:
+            return compared if key == "final" else step
+        step = replace(compared, after_reduction=key == "final")
+        got, want = (torch.cat([part[n] for n in compared.wrong]) for part in parts[:2])
+        step = _with_factors(step, ranks, got, want)
     return step
+
+
+def _with_differences(
+    step: Step, parts: tuple[dict[str, torch.Tensor], ...], eps: float
+) -> Step | None:
+    """The step with the differences between the ranks, one process and the null run; None as above."""
+    got, want, other = parts
+    for a, b in ((got, want), (want, got), (other, want)):
+        a |= {name: torch.zeros_like(b[name]) for name in b.keys() - a.keys()}
+    size = _norm(want.values())
+    if any(got[n].shape != want[n].shape for n in want) or not math.isfinite(size):
+        return None
+    rounding = max(_UNITS * _EPS, _COARSE_UNITS * eps if eps > _EPS else 0.0)
+    noise = _norm(other[n] - want[n] for n in want) / size if size else 0.0
+    exact = max(rounding, _LARGEST * noise)
+    largest, wrong = 0.0, {}
+    for name, wanted in want.items():
+        scale = max(_norm([wanted]), _norm([got[name]]))
+        if scale <= max(_UNITS * _EPS, eps) * size:
+            continue  # it is rounding itself
+        difference = _norm([got[name] - wanted]) / scale
+        # Of few numbers, the noise may be small by chance.
+        allowed = max(exact, _LARGEST * _norm([other[name] - wanted]) / scale)
+        largest = max(largest, difference)
+        if not difference <= allowed:  # also if a number is not finite
+            wrong[name] = difference
+    return replace(
+        step, size=size, noise=noise, rounding=rounding, exact=exact, largest=largest, wrong=wrong
+    )
 
 
 def _whole(ranks: list[Any], key: str) -> dict[str, torch.Tensor]:
@@ -300,7 +314,7 @@ def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
             [event.lrs for event in run.ranks[0].optimizer_steps(number)]
             for run in (case.ordinary, union)
         ]
-        known = _known_gradients(union, of_step) if rates[0] == rates[1] and number <= 2 else {}
+        known = _known_gradients(union, of_step) if number <= 2 else {}
         for path in sorted(union.plan.folder.glob(f"result-{number}-*-0.pt")):
             model = int(path.stem.removeprefix(f"result-{number}-").removesuffix("-0"))
             ends = [_read(run, f"result-{number}-{model}") for run in (case.ordinary, union, null)]
@@ -324,15 +338,10 @@ def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
                     continue
                 difference = _norm([x - y])
                 allowed = max(rounding * change, _LARGEST * _norm([z - y])) + eps * _norm([y])
-                found.append(
-                    Result(
-                        number,
-                        name,
-                        is_buffer,
-                        difference / change,
-                        is_wrong=not difference <= allowed,
-                    )
-                )
+                is_wrong = not difference <= allowed
+                # Another learning rate may be a choice: only equal weights tell then.
+                if is_buffer or not is_wrong or rates[0] == rates[1]:
+                    found.append(Result(number, name, is_buffer, difference / change, is_wrong))
     return found
 
 
@@ -373,13 +382,11 @@ def step_of_one_process(case: Case) -> Judgement:
     results = results_of(case, steps)
     wrong = [] if case.optimizer_exchanges else [step for step in steps if step.wrong]
     if wrong:
-        found = _explain(case, wrong[0], f"in {len(wrong)} of {len(steps)} compared steps")
-        weights = [r for r in results if r.step == wrong[0].number and not r.is_buffer]
-        if not isinstance(found, Finding) or not weights or any(r.is_wrong for r in weights):
-            return found
-        # The optimizer may divide it, or be one for which its scale has no effect, such as Adam.
-        evidence = f"{found.evidence}. The weights after the step are those of one process"
-        return replace(found, evidence=evidence, is_note=True)
+        count = f"in {len(wrong)} of {len(steps)} compared steps"
+        of_first = [step for step in wrong if step.number == wrong[0].number]
+        judged = [_explain_with_results(case, step, results, count) for step in of_first]
+        # A fault rather than a note, and a note rather than what is not judged.
+        return min(judged, key=lambda each: each.is_note if isinstance(each, Finding) else 2)
     if any(result.is_wrong for result in results):
         return _changed(case, [result for result in results if result.is_wrong])
     if case.optimizer_exchanges and all(result.is_buffer for result in results):
@@ -407,6 +414,19 @@ def step_of_one_process(case: Case) -> Judgement:
         f"{of_gradients:.2g} of its norm. {len(results)} weights and buffers after a step are those of one "
         "process."
     )
+
+
+def _explain_with_results(
+    case: Case, step: Step, results: Sequence[Result], count: str
+) -> Judgement:
+    """What is known of a step whose gradient differs; a note if the weights after it do not."""
+    found = _explain(case, step, count)
+    equal = {each.name for each in results if each.step == step.number and not each.is_wrong}
+    if not isinstance(found, Finding) or not step.wrong.keys() <= equal:
+        return found
+    # The optimizer may divide it, or be one for which its scale has no effect, such as Adam.
+    evidence = f"{found.evidence}. The weights after the step are those of one process"
+    return replace(found, evidence=evidence, is_note=True)
 
 
 def _changed(case: Case, wrong: list[Result]) -> Finding:
@@ -491,12 +511,10 @@ def _explain(case: Case, step: Step, steps: str) -> Judgement:
         return _not_reduced(case, step, evidence)
     if step.of_ranks and step.of_one and not step.are_equal(step.of_one):
         mean = sum(step.of_one) / len(step.of_one)
-        sizes = {
-            b.samples
+        sizes = [
+            [(b.loader, b.samples) for b in log.training_batches if b.steps_done == step.number - 1]
             for log in case.ranks
-            for b in log.training_batches
-            if b.steps_done < step.number
-        }
+        ]
         starts = range(0, len(step.of_one), step.backwards)
         of_ranks = [step.of_one[i : i + step.backwards] for i in starts]
         return _finding(
@@ -509,7 +527,7 @@ def _explain(case: Case, step: Step, steps: str) -> Judgement:
             "DDP, multiply by the number of ranks, since it takes the mean.",
             evidence=evidence,
             # Between batches of equal size, the terms of a sample differ by chance, such as its tokens.
-            is_note=len(sizes) == 1 and all(map(step.are_equal, of_ranks)),
+            is_note=all(own == sizes[0] for own in sizes) and all(map(step.are_equal, of_ranks)),
         )
     if any(log.of(CommHookSet) for log in case.ranks):
         return NotJudged(f"a communication hook of DDP changes the gradient; {evidence}.")

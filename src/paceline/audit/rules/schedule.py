@@ -128,6 +128,7 @@ def _metric_of_rank(case: Case) -> Judgement:
             continue
         if not all(map(math.isfinite, metrics)) or not case.trains_together:
             continue
+        rates = [[e.lrs for e in log.of(OptimizerStepBegun)] for log in case.ranks]
         return Finding(
             what="ReduceLROnPlateau gets a different metric on each rank.",
             at=events[0].at,
@@ -137,6 +138,7 @@ def _metric_of_rank(case: Case) -> Judgement:
             fix="reduce the metric over all ranks before the step of the schedule.",
             evidence=f"metrics of the ranks: {', '.join(f'{metric:.6g}' for metric in metrics)}",
             effect=f"the metric differs by {max(metrics) - min(metrics):.3g} between ranks",
+            is_note=all(own == rates[0] for own in rates),
         )
     return NoFault("the schedule follows a metric, which is equal on all ranks.")
 

@@ -363,7 +363,9 @@ def _judge_inputs(case: Case) -> Judgement:
     same = all(own[:count] == rows[0][:count] for own in rows)
     # One pass only: over several shuffled passes, one rank's shards add up to the whole dataset.
     passes = [{row for each in _first_pass(own) for row in each} for own in rows]
-    if not same and any(own != passes[0] for own in passes):
+    # Of few different rows, each batch may have all.
+    repeats = any(len(set(batch)) < len(batch) for own in rows for batch in own)
+    if not same and (repeats or any(own != passes[0] for own in passes)):
         return NoFault(f"the model's inputs differed between ranks in {count} forwards")
     return Finding(
         what="every rank trains on the same samples.",
