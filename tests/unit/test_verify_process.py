@@ -27,7 +27,7 @@ def _in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
 def hooks(folder: Path) -> tuple[ProcessHooks, list[Any]]:
     events: list[Any] = []
     recorder: Any = SimpleNamespace(write=events.append)
-    plan = RunPlan(folder / "own", "ordinary", 2, 20)
+    plan = RunPlan(folder / "runs" / "ordinary", "ordinary", 2, 20)
     return ProcessHooks(Progress(plan, recorder, 0), Models(recorder)), events
 
 
