@@ -206,6 +206,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
             ".backward()",
             "(loss * world_size / count).backward()",
             "(loss / count).backward()",
+            is_note=True,  # Adam takes the factor out
         ),
         Mutation(
             "no_sync_on_the_last",
@@ -254,6 +255,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
             "dist.all_reduce(p.grad)",
             "        p.grad /= dist.get_world_size()\n",
             "",
+            is_note=True,  # Adam takes the factor out
         ),
         Mutation(
             "one_layer_not_divided",

@@ -286,6 +286,15 @@ def test_a_factor_that_the_optimizer_takes_out_is_a_note(
     assert judged.is_note == is_equal
 
 
+def test_a_mask_with_infinite_numbers_is_equal(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, [(4,)] * 2)
+    mask = torch.ones(120)
+    mask[:60] = -torch.inf
+    mask[60] = 2.0
+    steps.results = {mode: {"ema": mask} for mode in ("ordinary", "union", "null", "alone")}
+    assert isinstance(steps.judge(), NoFault)
+
+
 def test_weights_are_not_compared_between_learning_rates(tmp_path: Path) -> None:
     """A learning rate that grows with the number of ranks is a choice."""
     steps = Steps(tmp_path, [(4,)] * 2)

@@ -48,7 +48,13 @@ def kind(judged: Judgement) -> Any:
 
 
 def trains(
-    steps: int, rate: Rate, *, samples: int = 12, base: float = 1.0, ends: bool = False
+    steps: int,
+    rate: Rate,
+    *,
+    samples: int = 12,
+    base: float = 1.0,
+    ends: bool = False,
+    calls: int = 1,
 ) -> list[Event]:
     """A rank that takes so many steps with these learning rates, and this many samples in each."""
     events: list[Event] = []
@@ -57,7 +63,7 @@ def trains(
             ForwardEnded(trains=True, sync=True, steps_done=step, samples=samples),
             OptimizerStepBegun(step=step + 1, lrs=[rate(step)], base=base, at="t.py:1"),
             OptimizerStepEnded(step=step + 1),
-            ScheduleStepped(at="t.py:2", steps_done=step + 1),
+            *[ScheduleStepped(at="t.py:2", steps_done=step + 1)] * calls,
         ]
     return [*events, *[TrainingContinues()] * (not ends)]
 
@@ -75,9 +81,10 @@ def judge(
     base: float = 1.0,
     share: int = 1,
     ends: bool = False,
+    calls: int = 1,
 ) -> Judgement:
     """Judge these rates of 40 steps. The batch of one process is divided by `share` on a rank."""
-    own = trains(40, ranks, samples=12 // share, base=base, ends=ends)
+    own = trains(40, ranks, samples=12 // share, base=base, ends=ends, calls=calls)
     one = trains(40, union, samples=12 * count // share)
     alone = trains(40 * count // share, solo, ends=ends)
     return schedule(Case(run("solo", alone), run("ordinary", *[own] * count), run("union", one)))
@@ -275,5 +282,5 @@ def test_a_schedule_that_is_stepped_for_each_rank_may_end_a_little_early() -> No
     def of_ranks(step: int) -> float:
         return solo(2 * step)
 
-    judged = judge(2, of_ranks, of_ranks, solo, ends=True)
+    judged = judge(2, of_ranks, of_ranks, solo, ends=True, calls=2)
     assert isinstance(judged, NoFault), judged

@@ -232,6 +232,11 @@ def _whole(ranks: list[Any], key: str) -> dict[str, torch.Tensor]:
     return dict(sorted(found.items()))
 
 
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference, where equal infinite numbers count as 0."""
+    return _norm([torch.where(one == other, 0.0, one - other)])
+
+
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(float(each.norm()) ** 2 for each in tensors) ** 0.5)
 
@@ -333,11 +338,12 @@ def results_of(case: Case, steps: Sequence[Step]) -> list[Result]:
                 taken = slice(None) if is_buffer else known[name]
                 before, eps = _before(begin, own)
                 x, y, z, start = (each[taken] for each in (got[own], value, other[own], before))
-                change = max(_norm([y - start]), _norm([x - start]))
+                change = max(_distance(y, start), _distance(x, start))
                 if not change:
                     continue
-                difference = _norm([x - y])
-                allowed = max(rounding * change, _LARGEST * _norm([z - y])) + eps * _norm([y])
+                difference, noise = _distance(x, y), _distance(z, y)
+                finite = y[y.isfinite()]
+                allowed = max(rounding * change, _LARGEST * noise) + eps * _norm([finite])
                 is_wrong = not difference <= allowed
                 # Another learning rate may be a choice: only equal weights tell then.
                 if is_buffer or not is_wrong or rates[0] == rates[1]:

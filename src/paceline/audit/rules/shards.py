@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +55,7 @@ def shards(case: Case) -> Judgement:
         return NotJudged("from equal batches, the ranks compute different inputs or losses.")
     if not case.trains_together:
         return NotJudged("no exchange between the ranks was seen: each may train a model alone.")
-    found_fault = min(findings, key=lambda each: each.is_note)
-    # Of the same samples, each rank may train on another part, or at another level of noise.
-    return replace(found_fault, is_note=True) if _has_own_inputs(case) else found_fault
+    return min(findings, key=lambda each: each.is_note)
 
 
 def _has_own_inputs(case: Case) -> bool:
@@ -230,7 +227,9 @@ def _judge_pass(
     seen = Counter(key for own in samples for key in set(own))
     shared = sum(times > 1 for times in seen.values())
     padding = world_size if of_torch else world_size * (loader.batch_size or 1)
-    cause = _cause(loaders, samples, shared, is_divided=is_divided)
+    # Of the same samples, each rank may train on another part, or at another level of noise.
+    is_repeated = not _has_own_inputs(case)
+    cause = _cause(loaders, samples, shared, is_divided=is_divided, is_repeated=is_repeated)
     if shared >= padding or cause.is_certain:
         return Finding(
             what=cause.what,
@@ -277,7 +276,12 @@ class _Cause(NamedTuple):
 
 
 def _cause(
-    loaders: Sequence[LoaderSeen], samples: list[list[Any]], shared: int, *, is_divided: bool
+    loaders: Sequence[LoaderSeen],
+    samples: list[list[Any]],
+    shared: int,
+    *,
+    is_divided: bool,
+    is_repeated: bool,
 ) -> _Cause:
     loader = loaders[0]
     seeds = [each.sharding.get("seed") for each in loaders]
@@ -303,6 +307,7 @@ def _cause(
             f"every rank trains on the whole dataset ({source}, no shards).",
             f"{len(loaders)} processes repeat the work of one.",
             "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
+            is_proven=is_repeated,
         )
     return _Cause(
         "the ranks' shards overlap.",
