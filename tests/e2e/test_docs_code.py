@@ -2,7 +2,7 @@
 
 A block that joins a job, or that imports paceline, runs as it stands. Other blocks are parts of a program:
 they run in a job, with the names of `SETUP`. The chapters of Learn are run by test_learn.py, and the README
-by test_readme.py.
+by test_readme.py. The pages of the checks of verify show parts of other scripts, right and wrong ones.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def _pages(two_ranks: bool) -> dict[str, str]:
     for page in sorted(DOCS.rglob("*.md")):
         name = str(page.relative_to(DOCS))
         blocks = [b for b in blocks_of(page) if not any(text in b for text in NOT_RUN)]
-        if blocks and "learn" not in page.parts and (name in TWO_RANKS) == two_ranks:
+        if page.parent.name in ("learn", "verify"):
+            continue
+        if blocks and (name in TWO_RANKS) == two_ranks:
             programs[name] = "\n".join([SETUP, *map(program_of, blocks)])
     return programs
 
