@@ -25,6 +25,8 @@ OPEN_MPI = (
 )
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
 _MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"  # of OpenMPI 4
+DRY_RUN_VARIABLE = "PACELINE_DRY_RUN"
+DRY_RUN = "dry run"  # the launcher of a rank whose peers do not exist
 FIREWALL_PORTS = slurm.PORTS
 
 
@@ -104,6 +106,15 @@ def _refuse_partial(
 def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK")
+    if environ.get(DRY_RUN_VARIABLE) == "1":
+        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
+        return RankInfo(
+            launcher=DRY_RUN,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and world_size > 1:
         raise ConfigError(

@@ -74,7 +74,7 @@ class Job:
         device: where this rank computes; it is the current device already.
         seed: the source of all randomness of the job; equal on all ranks.
         timeout_s: how long a collective may wait, in seconds.
-        launcher: "torchrun" (or `paceline run`), "mpi", "slurm", "ray" or "none".
+        launcher: "torchrun" (or `paceline run`), "mpi", "slurm", "ray", "dry run" or "none".
         restarts: how often the launcher has restarted the job.
         mesh: the degrees of parallelism; None if `join` got no mesh.
         data: the ranks that samples are split over.
@@ -127,6 +127,11 @@ class Job:
         self._action_numbers = itertools.count()
         self._variables: list[str] = []
         self._handler = log.show(self.rank, self.world_size)
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether the other ranks do not exist (`paceline run --dry-run`). Collective: none."""
+        return self.launcher == environment.DRY_RUN
 
     @property
     def data(self) -> DataAxis:
@@ -372,8 +377,15 @@ def join(
         )
     if mesh is not None:
         mesh = mesh.resolve(info.world_size, info.local_world_size)
-    own_device = choose_device(device, info)
-    chosen_backend = choose_backend(backend, own_device, info)
+    if info.launcher == environment.DRY_RUN:
+        own_device = choose_device(
+            device, dataclasses.replace(info, local_rank=0, local_world_size=1)
+        )
+        # torch's own: its collectives return at once, and each rank's part is that of this rank.
+        chosen_backend = "fake"
+    else:
+        own_device = choose_device(device, info)
+        chosen_backend = choose_backend(backend, own_device, info)
     job = Job(info, own_device, seed=seed, timeout_s=timeout_s, mesh=mesh)
     try:
         if own_device.type != "cpu":
@@ -404,15 +416,20 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     elif info.master is not None and (route := route_to(info.master.rpartition(":")[0])):
         for name, interface in interface_variables(route, os.environ).items():
             job.set_variable(name, interface)
-    job.store = rendezvous.connect_store(info, timeout_s=job.timeout_s, store=store)
+    if job.is_dry_run:
+        job.store = dist.HashStore()
+    else:
+        job.store = rendezvous.connect_store(info, timeout_s=job.timeout_s, store=store)
     # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
     job.peers = Peers(dist.PrefixStore(failures.PREFIX, job.store), job.rank, job.world_size)
-    _refuse_wrong_ranks(job, job.store)
+    if not job.is_dry_run:
+        _refuse_wrong_ranks(job, job.store)
     timeout = timedelta(seconds=job.timeout_s)
     hook = sys.excepthook
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("groups", job.store),
+        # Without a store torch loads its backend "fake".
+        store=None if job.is_dry_run else dist.PrefixStore("groups", job.store),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timeout,
@@ -420,7 +437,8 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     )
     job.group = dist.group.WORLD
     # Not the timeout of collectives: rank 0 may download for hours, or plot at the end. `Exchange` has it.
-    job.control = dist.new_group(backend="gloo", timeout=FOREVER)
+    control_backend = "fake" if job.is_dry_run else "gloo"
+    job.control = dist.new_group(backend=control_backend, timeout=FOREVER)
     job.exchange = Exchange(
         job.control,
         dist.PrefixStore("exchange", job.store),
@@ -429,14 +447,14 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
         failure=job.peers.failure,
     )
     if job.mesh is not None:
-        _connect_axes(job, job.mesh, timeout)
+        _connect_axes(job, job.mesh, timeout, control_backend)
     # A rank that fails before all are connected would break the connections of others.
     job.exchange.gather("join", None)
     failures.install_excepthook(job.peers, hook)
     atexit.register(job._abort_at_exit)
 
 
-def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
+def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str) -> None:
     """Make the process groups of the mesh. All ranks make all groups, in the same order."""
     world, own_rank = job.world_size, job.rank
     # `fully_shard` needs the axis dp_shard beside dp_replicate and tp, also of one rank.
@@ -469,7 +487,7 @@ def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
             own_axis.index(own_rank),
             mesh.data_size,
             group_of(lists, "data"),
-            group_of(lists, "data", "gloo"),
+            group_of(lists, "data", control_backend),
             *_reporters(mesh, own_rank),
         )
     elif mesh.data_size == 1:

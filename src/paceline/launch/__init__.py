@@ -7,6 +7,7 @@
   ends the ranks if the launcher is killed.
 - signals.py, hang_watch.py, messages.py and failure_report.py.
 - worker.py is the first code of a rank.
+- dry_run.py runs one rank of a job that does not exist.
 - spawning.py starts ranks from a notebook, a debugger or a test, without `paceline run`.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from paceline.command_line import check_script
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
+from paceline.launch.dry_run import dry_run
 from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.options import read_options
 from paceline.launch.output import Consoles
@@ -40,6 +42,8 @@ def run(argv: Sequence[str]) -> int:
         options = read_options(argv)
         if options.is_python and not options.args.module:
             check_script(options.script)
+        if options.args.dry_run is not None:
+            return dry_run(options)
         local_ranks = LocalRanks(Consoles.of_this_process())
         return launch(options, local_ranks)
     except ConfigError as error:

@@ -78,7 +78,15 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
         "whether a hang is only reported or also ends the ranks, as a failure does; `end` needs "
         "--hang-after (default: report)",
     ),
+    (
+        "--dry-run",
+        str,
+        None,
+        "N or N:RANK: run two steps as one rank of N in this one process, without the others, and print what "
+        "the rank holds; for scripts that call paceline.join",
+    ),
 )
+_GROUPS = {"--hang-after": "hangs", "--on-hang": "hangs", "--dry-run": "ranks"}
 _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
     "ranks": (
         (
@@ -265,6 +273,8 @@ def parser() -> CommandParser:
             "start it on both",
             "paceline run --nproc-per-node 2 --max-restarts 3 train.py": "start the ranks again after a "
             "failure, at most three times; with --hang-after 600 --on-hang end also after a hang",
+            "paceline run --dry-run 64 --nproc-per-node 8 train.py": "two steps of rank 0 of 64, with 8 on "
+            "each host: check the layout, and see the memory that a rank needs",
         },
         exit_codes={
             ExitCode.OK: "all ranks ended well",
@@ -286,7 +296,7 @@ def parser() -> CommandParser:
     )
     groups = {name: ours.add_argument_group(name) for name in ("hangs", "hosts", "ranks", "output")}
     for name, kind, default, text in _OWN:
-        group = groups["hangs" if "hang" in name else "hosts"]
+        group = groups[_GROUPS.get(name, "hosts")]
         choices = kind if isinstance(kind, tuple) else None
         group.add_argument(
             name, type=str if choices else kind, choices=choices, default=default, help=text

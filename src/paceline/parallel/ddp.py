@@ -111,13 +111,22 @@ def ddp(
         known = known_parameters(wrapper)
         if isinstance(job.data.group, ShmGroup):
             job.data.group.share_gradients(p for _, p in known)
-        if compress is not None:
+        if job.is_dry_run:
+            wrapper.register_comm_hook(None, lambda _, bucket: _kept(bucket.buffer()))
+        elif compress is not None:
             wrapper.compress = compress
             compress_gradients(job, wrapper, compress)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
     return wrapper
+
+
+def _kept(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """The result of a reduction in a dry run; torch's backend "fake" gives DDP none."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:

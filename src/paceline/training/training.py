@@ -39,7 +39,7 @@ from paceline.parallel import syncbn
 from paceline.parallel.modules import equalize_buffers, is_split
 from paceline.parallel.strategies import strategy_for
 from paceline.parallel.strategy import Strategy
-from paceline.training import weight
+from paceline.training import dry_run, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
 from paceline.training.optimizers import trained_optimizers
@@ -141,6 +141,7 @@ class Training:
         self.number = 0
         formats = Precision(precision, job.device)
         skips = on_non_finite == "skip" or (on_non_finite is None and formats.name == "fp16")
+        skips |= job.is_dry_run  # what a rank receives there has no meaning
         self._control = Control(job, self._samples_at, skips_non_finite=skips)
         trained = trained_optimizers(self.models, self.optimizers, schedule)
         self._context = StepContext(
@@ -249,7 +250,8 @@ class Training:
             )
         if flops is not None:
             require_positive(flops=flops)
-        self._report.open(folder, progress=progress, loggers=loggers, flops=flops)
+        if not self.job.is_dry_run:
+            self._report.open(folder, progress=progress, loggers=loggers, flops=flops)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
         """Resume from the newest checkpoint, then yield the optimizer steps that are left.
@@ -553,6 +555,9 @@ class Training:
                 step=step.number,
             )
         self.number, self._last = step.number, step._planned
+        if self.job.is_dry_run:
+            self._end_dry_step(is_last=is_last or step.number >= dry_run.STEPS)
+            return
         clock.end_step()
         self._report.end_step(step.number, step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
@@ -577,6 +582,16 @@ class Training:
             with clock.during(CHECKPOINT):
                 if control.agreed.save or not checkpoints.is_behind(self.job, step.number):
                     self._save(checkpoints, wait=False)
+
+    def _end_dry_step(self, *, is_last: bool) -> None:
+        if not is_last:
+            dry_run.forget_peak(self.job.device)
+            return
+        assert self._last is not None
+        state = self._state.save(self.number, self.position)
+        shown = dry_run.lines(self.job, self._last, self.models, self.optimizers, state)
+        print("\n".join(shown), flush=True)
+        raise SystemExit(0)
 
     def _apply(self, word: Word) -> None:
         """Act on a control word. All ranks call it after the same step."""
@@ -644,7 +659,7 @@ class Training:
         self._await_all("resume")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()
-        if self.checkpoints is None:
+        if self.checkpoints is None or self.job.is_dry_run:
             self._is_resumed = True
             return
         saved: dict[str, Any] | None = self.checkpoints.resume(
