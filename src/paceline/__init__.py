@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
+    from paceline.checkpoint.weights import load_weights as load_weights
     from paceline.data.batches import Batches as Batches
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import CollectiveTimeout as CollectiveTimeout
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.evaluation import parts as parts
-    from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
     from paceline.training.trainer import Trainer as Trainer
@@ -84,7 +84,7 @@ _HOMES = {
     "join": "paceline.job.job",
     "LaunchFailed": "paceline.errors",
     "LearningRateMonitor": "paceline.training.callbacks",
-    "load_weights": "paceline.training.state",
+    "load_weights": "paceline.checkpoint.weights",
     "Logger": "paceline.metrics.logger",
     "Mesh": "paceline.job.mesh",
     "MLflow": "paceline.metrics.mlflow",

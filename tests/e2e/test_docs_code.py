@@ -98,6 +98,10 @@ BEFORE = {  # text of a block: what it needs besides
     "model = paceline.ddp(job, net, compress": "net = copy.deepcopy(net)",
     "block.forward = functools.partial": "model = Transformer()",
     "train(job)": "train = lambda job: None",
+    'load_weights(model, "weights")': "from pathlib import Path\n"
+    "from paceline.checkpoint.export import write_file\n"
+    "state = Transformer().state_dict()\n"
+    "paceline.on_rank0(job, lambda: write_file(Path('weights/model.safetensors'), state))",
     "checkpoints.save(job, step": "step = 1300",
 }
 AFTER = {  # text of a block: what is run after it

@@ -25,10 +25,11 @@ import torch
 
 import paceline
 from paceline.checkpoint import codec
-from paceline.checkpoint.export import read_weights, write_file
+from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.owner import RECORD
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
+from paceline.checkpoint.weights import read_weights
 from paceline.cli import ckpt
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed

@@ -65,6 +65,7 @@ MAY_DEFER = {
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/cloud_errors.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
+    "checkpoint/weights.py": "safetensors is optional, and torch's DCP takes 0.6 s",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",
     "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",

@@ -214,8 +214,8 @@ def _difference_error(name: str, first: Any, other: Any, rank: int) -> Checkpoin
 
 def plan_reads(
     wanted: dict[str, torch.Tensor], saved: dict[str, SavedTensor]
-) -> list[tuple[SavedTensor, Chunk, list[Copy]]]:
-    """The saved chunks that this rank needs, and for each the copies from it into `wanted`."""
+) -> list[tuple[str, Chunk, list[Copy]]]:
+    """The saved chunks that this rank needs, by name, and for each the copies from it into `wanted`."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -245,8 +245,6 @@ def plan_reads(
         source = (tuple(item.storage_offsets), tuple(item.lengths))
         copies.setdefault(item.storage_index, []).append((source, planner.resolve_tensor(item)))
     boxes = {
-        MetadataIndex(name, c.offsets): (saved[name], c)
-        for name in wanted
-        for c in saved[name].chunks
+        MetadataIndex(name, c.offsets): (name, c) for name in wanted for c in saved[name].chunks
     }
     return [(*boxes[index], found) for index, found in copies.items()]

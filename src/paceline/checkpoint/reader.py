@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import codec, layout
-from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from paceline.checkpoint.manifest import Chunk, Manifest
 from paceline.checkpoint.store import Store, check_sizes, read_chunk
 
 _THREADS = 4
@@ -47,9 +47,19 @@ def read(
             found[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
         else:
             found[name] = torch.empty(saved.shape, dtype=dtype)
-    wanted = {name: t for name, t in found.items() if wants(name)}
+    fill(store, manifest, {name: t for name, t in found.items() if wants(name)})
+    return codec.decode(manifest.tree, found), found
 
-    def load(saved: SavedTensor, chunk: Chunk, copies: list[layout.Copy]) -> None:
+
+def fill(store: Store, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
+    """Read tensors by path; those in `wanted` may be sharded.
+
+    Raises:
+        Damaged, OSError: see `read`; some tensors may be filled.
+    """
+
+    def load(name: str, chunk: Chunk, copies: list[layout.Copy]) -> None:
+        saved = manifest.tensors[name]
         data = read_chunk(store, manifest.files_in, saved, chunk)
         if data:
             whole = torch.frombuffer(data, dtype=getattr(torch, saved.dtype)).view(chunk.sizes)
@@ -60,4 +70,3 @@ def read(
         reads = layout.plan_reads(wanted, manifest.tensors)
         for future in [pool.submit(load, *read) for read in reads]:
             future.result()
-    return codec.decode(manifest.tree, found), found

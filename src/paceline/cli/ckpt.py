@@ -189,7 +189,8 @@ def _best(store: Store, steps: Sequence[int]) -> int:
 
 
 def _export(store: Store, args: argparse.Namespace) -> int:
-    from paceline.checkpoint.export import read_weights, write_file
+    from paceline.checkpoint.export import write_file
+    from paceline.checkpoint.weights import read_weights
 
     steps = _steps(store, args.step)
     step = _best(store, steps) if args.best else steps[-1]

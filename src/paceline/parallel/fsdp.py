@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     SPLIT_BY,
+    UNFILLED,
     agree_on_parameters,
     allocate_meta,
     broadcast_tensors,
@@ -73,7 +74,7 @@ def fsdp(
     param_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
-    init: Callable[[nn.Module], None] | None = None,
+    init: Callable[[nn.Module], None] | Literal["later"] | None = None,
 ) -> nn.Module:
     """Split the parameters of `module` over the ranks, in place; weights become those of rank 0.
 
@@ -99,7 +100,8 @@ def fsdp(
         cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory. GPUs only.
         init: For a module on the meta device: called with each submodule that has parameters or buffers of
             its own, when these are allocated, to fill them. None calls `reset_parameters`. One block is
-            allocated at a time, so a model may be larger than the memory of a rank.
+            allocated at a time, so a model may be larger than the memory of a rank. "later" leaves the module
+            on the meta device, where it needs no memory, for `load_weights` to fill.
 
     Returns:
         The module, whose parameters are `DTensor`s. Make the optimizer afterwards.
@@ -133,13 +135,19 @@ def fsdp(
     # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
     names.sort(key=lambda name: -name.count("."))
     layers = [*(module.get_submodule(name) for name in names), module]
-    if is_meta:
-        refuse_unfilled(module, init)
+    fill = None if init == "later" else init
+    if init == "later":
+        refuse_module(job, module, wrap="paceline.fsdp", may_be_meta=True)
+        module.__dict__[UNFILLED] = torch.device("cpu") if cpu_offload else job.device
+        is_meta = False  # there is nothing to allocate here
+    elif is_meta:
+        _refuse_split_meta(module)
+        refuse_unfilled(module, fill)
     else:
         refuse_module(job, module, wrap="paceline.fsdp")
     if job.data.group is None and param_dtype is None:
         for layer in layers if is_meta else ():
-            allocate_meta(layer, job.device, init)
+            allocate_meta(layer, job.device, fill)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
     if job.mesh is not None and job.mesh.dp_shard == 1 < job.mesh.dp_replicate and job.rank == 0:
@@ -158,7 +166,7 @@ def fsdp(
     try:
         for layer in layers:
             if is_meta:
-                allocate_meta(layer, job.device, init)
+                allocate_meta(layer, job.device, fill)
             if job.data.group is not None:
                 whole = [
                     local(p.detach()) for p in layer.parameters() if not _has_axis(p, "dp_shard")
@@ -179,6 +187,15 @@ def fsdp(
         # torch says it on every rank, and of every model that ends with a linear layer.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     return module
+
+
+def _refuse_split_meta(module: nn.Module) -> None:
+    """Refuse to fill what `tensor_parallel` has split: ranks with the same part would draw other values."""
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ConfigError(
+            "the module is on the meta device and split by tensor_parallel, so it cannot be initialised.",
+            fix='fsdp(..., init="later"), then paceline.load_weights(model, path).',
+        )
 
 
 def _data_mesh(job: Job) -> DeviceMesh:

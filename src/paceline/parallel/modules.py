@@ -28,6 +28,8 @@ from paceline.job.job import Job
 
 # Attribute of a module, and of its copies: the function that has split its parameters over ranks.
 SPLIT_BY = "_paceline_split_by"
+# Attribute of a module whose parameters stay on the meta device: where `load_weights` allocates them.
+UNFILLED = "_paceline_unfilled"
 # Names of the module inside `torch.compile` and inside torch's `checkpoint_wrapper`.
 INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 # Attribute of a module that is split into stages: its `StageRunner`.
@@ -140,11 +142,12 @@ def has_sparse_layer(module: nn.Module) -> bool:
     return any(getattr(layer, "sparse", False) for layer in module.modules())
 
 
-def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
+def refuse_module(job: Job, module: nn.Module, *, wrap: str, may_be_meta: bool = False) -> None:
     """Refuse a module that cannot be trained on this job.
 
     Args:
         wrap: The function that the user called, for the fix.
+        may_be_meta: Whether parameters may be on the meta device, for `load_weights` to fill.
 
     Raises:
         ConfigError: a parameter has no shape or is on another device (`parameters`); no parameter is
@@ -158,7 +161,7 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
                 fix=f"run one forward before {wrap}(...).",
                 parameters=[name],
             )
-        if p.device != job.device:
+        if p.device != job.device and not (p.is_meta and may_be_meta):
             raise ConfigError(
                 f"parameter {name!r} is on {p.device}, this rank computes on {job.device}.",
                 where=job.where(),
@@ -354,6 +357,8 @@ def broadcast_tensors(
 ) -> None:
     try:
         for tensor in tensors:
+            if tensor.is_meta:
+                continue  # `load_weights` fills it
             # Gloo sends the memory from the first element on, whatever the strides are.
             sent = tensor.detach().contiguous()
             dist.broadcast(sent, group=group, group_src=0)
@@ -372,7 +377,7 @@ def equalize_buffers(job: Job, model: nn.Module) -> None:
         return
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for buffer in model.buffers():
-        if buffer.numel():
+        if buffer.numel() and not buffer.is_meta:
             by_device.setdefault(buffer.device, []).append(buffer.detach())
     for buffers in by_device.values():
         # Sent as bytes, so that one message carries all types. The widest type comes first: then each

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, listed
 from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
@@ -20,6 +20,12 @@ def strategy_for(job: Job, models: Sequence[nn.Module], *, reproducible: bool) -
     Raises:
         ConfigError: the models are not wrapped as the job needs it, or not alike.
     """
+    for model in models:
+        if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+            raise ConfigError(
+                f"{listed(meta)}: on the meta device, so without values.",
+                fix="paceline.load_weights(model, path), and make the optimizer after it.",
+            )
     wraps = {wrapped_by(model) for model in models}
     pp = 1 if job.mesh is None else job.mesh.pp
     if pp > 1 and "paceline.pipeline" not in wraps:

@@ -69,6 +69,9 @@ def tensor_parallel(job: Job, module: nn.Module, *, plan: Plan | None = None) ->
     Numbers of heads that attention modules keep as attributes (`n_heads`, `num_heads`, ...) are divided by
     the number of ranks, since each rank computes its share of them.
 
+    A module on the meta device stays there; fill it with `load_weights`, after `fsdp(..., init="later")` if
+    the mesh has data ranks.
+
     Args:
         plan: For names of submodules, with `*` as in `"layers.*.attention.wq"`, a `ParallelStyle` of torch or
             one of Hugging Face's names: "colwise" (split the output features), "rowwise" (split the input
@@ -87,7 +90,7 @@ def tensor_parallel(job: Job, module: nn.Module, *, plan: Plan | None = None) ->
     size = 1 if job.mesh is None else job.mesh.tp
     refuse_wrapped(module, wrap="paceline.tensor_parallel")
     refuse_compiled(module, wrap="paceline.tensor_parallel")
-    refuse_module(job, module, wrap="paceline.tensor_parallel")
+    refuse_module(job, module, wrap="paceline.tensor_parallel", may_be_meta=True)
     own: Any = getattr(module, "tp_plan", None)
     if plan is None and not own:
         raise _no_plan(module)

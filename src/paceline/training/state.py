@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.export import read_weights, without_inner
 from paceline.checkpoint.layout import sharded_like
 from paceline.errors import CheckpointError
 from paceline.parallel.modules import INNER, owned_parameters, plain_name, unwrap
@@ -187,24 +185,6 @@ def trained_paths(models: Models) -> list[str]:
     return [f"models.{name}" for name in names]
 
 
-def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:
-    """Load the weights of a file (`.pth`, `.safetensors`) or of a checkpoint into a model.
-
-    Args:
-        model: Wrapped or not; names with and without `module.` both fit.
-        path: A file, a folder of checkpoints (its newest is read), one `step-N` in it, or its URL.
-        number: Which model, for a checkpoint of several.
-
-    Raises:
-        CheckpointError: there are no weights, or they are of another model; the model is not changed.
-
-    Collective: none; call it on all ranks.
-    """
-    weights = read_weights(path, number)
-    _check_shapes(model, weights, fix="build the model that the weights were saved from.")
-    _load_model(model, weights)
-
-
 def _state_of(model: torch.nn.Module) -> dict[str, Any]:
     model = unwrap(model)
     return {plain_name(model, name): value for name, value in model.state_dict().items()}
@@ -212,7 +192,6 @@ def _state_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     model = unwrap(model)
-    values = without_inner(values)  # a file may have names of compiled layers
     model.load_state_dict(
         {
             name: sharded_like(own, values[plain_name(model, name)])
@@ -257,7 +236,7 @@ def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
 
 
 def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any], *, fix: str) -> None:
-    own, values = _state_of(model), without_inner(values)
+    own = _state_of(model)
     for name in sorted(set(own) | set(values)):
         ours, theirs = (_shape(each.get(name)) for each in (own, values))
         if ours != theirs:

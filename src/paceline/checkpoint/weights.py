@@ -1,0 +1,454 @@
+"""Reads weights into a model: safetensors files, `torch.save` files, folders of torch's DCP, checkpoints.
+
+Each rank reads the parts of tensors that it holds, from files of which it has read the headers. Names and
+shapes are compared with the model before any tensor is allocated or read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint import layout, reader
+from paceline.checkpoint.cloud_errors import StorageError
+from paceline.checkpoint.export import safetensors_torch
+from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
+from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
+from paceline.errors import CheckpointError, ConfigError, listed
+from paceline.job import collectives
+from paceline.job.job import current
+from paceline.parallel.modules import INNER, UNFILLED, plain_name, unwrap
+
+INDEX = "model.safetensors.index.json"
+_DCP_METADATA = ".metadata"
+_DDP = "module."
+_NESTED = ("state_dict", "model")  # under which programs save the weights beside other state
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    number: int = 0,
+    rename: Callable[[str], str | None] | None = None,
+) -> None:
+    """Load the weights of files or of a checkpoint into a model; each rank reads what it holds.
+
+    Tensors of the model on the meta device are allocated on the device of the job, each with the size of
+    this rank's shard; make the optimizer afterwards. Values are converted to the dtypes of the model.
+    Parameters that the model ties need one of their names in the file.
+
+    From safetensors a rank reads the slices of its shards, and needs memory for one slice beside them; from a
+    folder of torch's DCP, for one shard of the writer; from a checkpoint, for its shards once more, because
+    digests are checked first. A file of `torch.save` is read whole by each rank.
+
+    Args:
+        model: Wrapped, split over ranks, or neither; names with and without `module.` both fit.
+        path: A safetensors file, or a folder with `model.safetensors.index.json` or `model.safetensors`, as
+            from the Hugging Face hub; a file of `torch.save`; a folder of `torch.distributed.checkpoint`
+            (its metadata is a pickle: read only what you trust); a folder of checkpoints (its newest is
+            read), one `step-N` in it, or its URL.
+        number: Which model, for a checkpoint of several.
+        rename: A function from a name in the file to the name in the model, or to None for a tensor that the
+            model does not need. It must return the same on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, and the model is not changed: there are no weights, a file is missing
+            or cannot be read, names or shapes are not those of the model, or two names become one. If
+            reading fails later, the model is partly loaded.
+        ConfigError: on all ranks: safetensors is not installed; a buffer on the meta device is not saved.
+
+    Collective: all ranks of the job, if there is one.
+    """
+    module = unwrap(model)
+    problem: CheckpointError | ConfigError | None = None
+    unknown: list[str] = []
+    try:
+        weights = open_weights(path, number)
+        sources, unknown = _match(module, weights, path, rename)
+    except (CheckpointError, ConfigError) as error:
+        problem = error
+    job = current()
+    own_report = [str(problem) if problem else "", unknown]
+    reports = [own_report] if job is None else collectives.gather(job, own_report)
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(reports):
+        if text:
+            raise CheckpointError(f"on rank {rank}: {text}", path=os.fspath(path))
+    # Of a pipeline each rank has some names.
+    nowhere = set(unknown).intersection(*(names for _, names in reports))
+    if nowhere:
+        first = min(nowhere)
+        raise CheckpointError(
+            f"{first}: the model has no such name, the weights in {path} have "
+            f"{_shape(weights.shapes.get(first, weights.values.get(first)))}"
+            f"{f'; {len(nowhere)} tensors are not in the model' if len(nowhere) > 1 else ''}.",
+            fix="build the model that the weights were saved from; rename= may return None for tensors that "
+            "are not needed.",
+            path=os.fspath(path),
+            parameter=first,
+        )
+    device = torch.device("cpu") if job is None else job.device
+    _fill(module, weights, sources, module.__dict__.pop(UNFILLED, device))
+
+
+def _match(
+    module: nn.Module,
+    weights: Weights,
+    path: str | Path,
+    rename: Callable[[str], str | None] | None,
+) -> tuple[dict[str, str], list[str]]:
+    """For names in the state of the module, the names in the file; and names that the module lacks."""
+    source: dict[str, str] = {}  # by the name in the model
+    for key, name in weights.names(rename).items():
+        if name in source:
+            raise CheckpointError(
+                f"{source[name]} and {key} of {path} both become {name}.",
+                fix="rename= must return a different name, or None, for one of them.",
+                path=os.fspath(path),
+                parameter=name,
+            )
+        source[name] = key
+    state = module.state_dict(keep_vars=True)
+    names_of: dict[Any, list[str]] = {}  # tied parameters have several
+    for name, value in state.items():
+        names_of.setdefault(_identity(name, value), []).append(plain_name(module, name))
+    found: dict[str, str] = {}
+    for name, value in state.items():
+        tied = names_of[_identity(name, value)]
+        saved = next((source[each] for each in tied if each in source), None)
+        other = None if saved is None else weights.shapes.get(saved, weights.values.get(saved))
+        if _shape(value) != _shape(other):
+            raise CheckpointError(
+                f"{tied[0]}: the model has {_shape(value)}, the weights in {path} have {_shape(other)}.",
+                fix="build the model that the weights were saved from, or pass rename= if names differ.",
+                path=os.fspath(path),
+                parameter=tied[0],
+            )
+        if saved is not None:
+            found[name] = saved
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in state]
+    if lost:
+        raise ConfigError(
+            f"{listed(lost)}: on the meta device, and not a part of saved weights (`persistent=False`).",
+            fix="build the modules of these buffers outside of `torch.device('meta')`, and put them into "
+            "the model.",
+        )
+    known = {name for names in names_of.values() for name in names}
+    return found, sorted(key for name, key in source.items() if name not in known)
+
+
+def _fill(
+    module: nn.Module, weights: Weights, sources: Mapping[str, str], device: torch.device
+) -> None:
+    """Read the values of the module's state, whose names in the file are `sources`."""
+    state = module.state_dict(keep_vars=True)
+    allocated: dict[int, torch.Tensor] = {}  # by the id of what it replaces: ties stay
+    targets: dict[str, torch.Tensor] = {}
+    new: dict[str, Any] = {}
+    for name, key in sources.items():
+        own = state[name]
+        if not isinstance(own, torch.Tensor):
+            new[name] = weights.values[key]
+            continue
+        target = own.detach()
+        if own.is_meta or not weights.in_place:
+            if id(own) not in allocated:
+                place = device if own.is_meta else own.device
+                empty = torch.empty_like(target, device=place)
+                is_parameter = isinstance(own, nn.Parameter)
+                allocated[id(own)] = (
+                    nn.Parameter(empty, own.requires_grad) if is_parameter else empty
+                )
+            new[name] = allocated[id(own)]
+            target = new[name].detach()
+        targets[key] = target
+    weights.fill(targets)
+    for assign in (False, True):
+        values = {name: value for name, value in new.items() if _is_meta(state[name]) == assign}
+        if values:
+            module.load_state_dict(values, strict=False, assign=assign)
+
+
+def _identity(name: str, value: Any) -> Any:
+    return id(value) if isinstance(value, torch.Tensor) else name
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _shape(value: Any) -> str:
+    if value is None:
+        return "no such name"
+    shape = value.shape if hasattr(value, "shape") else None
+    return type(value).__name__ if shape is None else f"shape {list(shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights of which parts can be read.
+
+    Attributes:
+        shapes: Dtypes and shapes, by name.
+        fill: Reads the values of some tensors, by name; the tensors may be sharded.
+        values: What a checkpoint of Paceline holds beside tensors.
+        is_file: Whether names may have parts that wrappers of a model add.
+        in_place: Whether all was checked that can be checked before a value is used.
+    """
+
+    shapes: dict[str, SavedTensor]
+    fill: Callable[[dict[str, torch.Tensor]], None]
+    values: dict[str, Any] = field(default_factory=dict)
+    is_file: bool = True
+    in_place: bool = True
+
+    def names(self, rename: Callable[[str], str | None] | None = None) -> dict[str, str]:
+        """For each name in the file, the name in the model."""
+        keys = [*self.shapes, *self.values]
+        if rename is not None:
+            renamed = ((key, rename(key)) for key in keys)
+            return {key: new for key, new in renamed if new is not None}
+        if not self.is_file:
+            return {key: key for key in keys}
+        found = {k: ".".join(part for part in k.split(".") if part not in INNER) for k in keys}
+        while found and all(name.startswith(_DDP) for name in found.values()):
+            found = {key: name.removeprefix(_DDP) for key, name in found.items()}
+        return found
+
+
+def read_weights(path: str | Path, number: int = 0) -> dict[str, Any]:
+    """All weights at a path, by name; see `load_weights`."""
+    weights = open_weights(path, number)
+    whole = {
+        key: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        for key, saved in weights.shapes.items()
+    }
+    weights.fill(whole)
+    return {name: {**weights.values, **whole}[key] for key, name in weights.names().items()}
+
+
+def open_weights(path: str | Path, number: int = 0) -> Weights:
+    """The weights at a path, whose names, dtypes and shapes are read; see `load_weights`.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or reading them needs a pickle.
+        ConfigError: safetensors is not installed.
+    """
+    name = os.fspath(path)
+    try:
+        if "://" in name:
+            is_file = name.endswith((".safetensors", ".pth", ".pt"))
+            return _remote_file(name) if is_file else _checkpoint(name, number)
+        if (Path(name) / INDEX).exists() or (Path(name) / "model.safetensors").exists():
+            return _safetensors_folder(Path(name))
+        if name.endswith(".safetensors"):
+            return _safetensors([name])
+        if (Path(name) / _DCP_METADATA).exists():
+            return _dcp(name)
+        if Path(name).is_dir():
+            return _checkpoint(name, number)
+        return _in_memory(torch.load(name, map_location="cpu", weights_only=True), name)
+    except (CheckpointError, ConfigError):
+        raise
+    except StorageError as error:
+        raise CheckpointError(str(error), fix=error.fix, path=name) from None
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist.", path=name) from error
+    except Exception as error:  # torch, safetensors and file systems raise many types
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} cannot be read: {why}",
+            fix="give a plain state_dict, saved by torch.save, or safetensors.",
+            path=name,
+        ) from error
+
+
+def _safetensors_folder(folder: Path) -> Weights:
+    """The files that the index names: a folder may have the same weights in other files too."""
+    index = folder / INDEX
+    if not index.exists():
+        return _safetensors([os.fspath(folder / "model.safetensors")])
+    try:
+        file_of = {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is not an index of safetensors.", path=str(index)
+        ) from error
+    files = sorted(set(file_of.values()))
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names files that do not exist: {listed(absent)}.",
+            fix="download or copy the folder again.",
+            path=str(index),
+        )
+    weights = _safetensors([os.fspath(folder / name) for name in files])
+    missing = sorted(set(file_of) - set(weights.shapes))
+    if missing:
+        raise CheckpointError(
+            f"{index} names tensors that its files do not hold: {listed(missing)}.",
+            fix="download or copy the folder again.",
+            path=str(index),
+            parameter=missing[0],
+        )
+    return weights
+
+
+def _safetensors(files: list[str]) -> Weights:
+    safetensors_torch()
+    from safetensors import safe_open
+
+    shapes: dict[str, SavedTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - it is no dict
+                    tensor = opened.get_tensor(key)  # mapped, not read
+                    shapes[key] = _one_chunk(tensor, file)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # its own type of error, which is not public
+            raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
+
+    def part(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        # Pages of the file that were read are memory of this process until the file is closed.
+        with safe_open(shapes[key].chunks[0].file, framework="pt") as opened:
+            if not sizes:
+                return opened.get_tensor(key)  # type: ignore[no-any-return]
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            return opened.get_slice(key)[box]  # type: ignore[no-any-return]
+
+    return Weights(shapes=shapes, fill=_filler(shapes, part))
+
+
+def _in_memory(content: Any, path: str) -> Weights:
+    for key in _NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()
+    ):
+        raise CheckpointError(f"{path} holds no plain state_dict.", path=path)
+    shapes = {key: _one_chunk(value) for key, value in content.items()}
+
+    def part(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return layout.narrowed(content[key], offsets, sizes)
+
+    return Weights(shapes=shapes, fill=_filler(shapes, part))
+
+
+def _remote_file(url: str) -> Weights:
+    folder, _, last = url.rpartition("/")
+    store = open_store(folder)
+    data = bytes(store.read(last, 0, store.size(last)))
+    if last.endswith(".safetensors"):
+        return _in_memory(safetensors_torch().load(data), url)
+    return _in_memory(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), url)
+
+
+def _dcp(folder: str) -> Weights:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    tensors = {
+        key: item
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+    prefix = next((f"{n}." for n in _NESTED if any(k.startswith(f"{n}.") for k in tensors)), "")
+    shapes = {
+        key.removeprefix(prefix): SavedTensor(_dtype(item.properties.dtype), tuple(item.size), ())
+        for key, item in tensors.items()
+        if key.startswith(prefix)
+    }
+
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        wanted: dict[str, Any] = {prefix + key: target for key, target in targets.items()}
+        with warnings.catch_warnings():  # of ranks that read by themselves
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
+    return Weights(shapes=shapes, fill=fill)
+
+
+def _checkpoint(url: str, number: int) -> Weights:
+    url = url.rstrip("/") or url
+    folder, slash, last = url.rpartition("/")
+    named = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
+    store = open_store(url if named is None else folder or slash or ".")
+    steps = committed(store)
+    step = named if named is not None else steps[-1] if steps else None
+    if step is None or step not in steps:
+        raise CheckpointError(f"{url} holds no checkpoint of Paceline.", path=url)
+
+    def damaged(error: Damaged) -> CheckpointError:
+        return CheckpointError(f"step {step} in {store.root} is damaged: {error}.", path=url)
+
+    try:
+        manifest = read_manifest(store, step)
+        check_sizes(store, manifest)
+    except Damaged as error:
+        raise damaged(error) from error
+    models = manifest.tree.get("models", []) if isinstance(manifest.tree, dict) else []
+    if not 0 <= number < len(models):
+        raise CheckpointError(f"{url} holds {len(models)} models, so there is no model {number}.")
+    path_of = {
+        key: value["$tensor"]
+        for key, value in models[number].items()
+        if isinstance(value, dict) and "$tensor" in value
+    }
+    values = {}
+    if len(path_of) < len(models[number]):  # some modules have a state beside their tensors
+        others = set(manifest.tensors) - set(path_of.values())
+        wants = {path for path in others if path.startswith(f"models.{number}.")}
+        state, _ = reader.read(store, manifest, wants=lambda path: path in wants)
+        values = {k: v for k, v in state["models"][number].items() if k not in path_of}
+
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        try:
+            reader.fill(store, manifest, {path_of[key]: t for key, t in targets.items()})
+        except Damaged as error:
+            raise damaged(error) from error
+
+    return Weights(
+        shapes={key: manifest.tensors[path] for key, path in path_of.items()},
+        fill=fill,
+        values=values,
+        is_file=False,
+        in_place=False,
+    )
+
+
+def _one_chunk(tensor: torch.Tensor, file: str = "") -> SavedTensor:
+    shape = tuple(tensor.shape)
+    return SavedTensor(_dtype(tensor.dtype), shape, (Chunk((0,) * len(shape), shape, file, 0, ""),))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _filler(
+    shapes: dict[str, SavedTensor],
+    part: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    """A function that copies parts of tensors, which `part` returns, to where they are wanted."""
+
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        for key, _, copies in layout.plan_reads(targets, shapes):
+            for (offsets, sizes), target in copies:
+                target.copy_(part(key, offsets, sizes))
+
+    return fill

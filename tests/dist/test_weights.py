@@ -1,0 +1,202 @@
+"""`load_weights` reads shards of files into models of every layout, or refuses on all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from small_gpt import GPT, Block, make_tokens, token_loss, wrap
+from small_trainings import check_messages, make_training, refusals, train
+from torch import nn
+
+import paceline
+from paceline import Mesh
+from paceline.parallel.modules import is_split, whole
+from paceline.testing import run_ranks
+
+FAST = [Mesh(dp_replicate=2), Mesh(dp_shard=3), Mesh(tp=2, dp_shard=2)]
+SLOW = [
+    Mesh(dp_shard=2),
+    Mesh(dp_shard=4),
+    Mesh(tp=2),
+    Mesh(dp_replicate=2, dp_shard=2),
+]
+
+
+def _tied_gpt() -> GPT:
+    model = GPT()
+    model.head.weight = model.tokens.weight
+    return model
+
+
+def _write(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model in all forms: safetensors shards, one file, `torch.save`, DCP, a checkpoint."""
+    state = {
+        name: torch.randn(value.shape, generator=torch.Generator().manual_seed(n))
+        for n, (name, value) in enumerate(_tied_gpt().state_dict().items())
+    }
+    del state["head.weight"]  # as `save_pretrained` leaves it out
+    state["norm.bias"] = state["norm.bias"].bfloat16()
+    names = sorted(state)
+    shards = {f"model-{n}.safetensors": names[n::3] for n in range(3)}
+    (folder / "hub").mkdir()
+    for file, held in shards.items():
+        save_file({name: state[name] for name in held}, folder / "hub" / file)
+    save_file({"norm.bias": torch.ones(3)}, folder / "hub/other.safetensors")  # not in the index
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "hub/model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({f"module.{k}": v for k, v in state.items()}, folder / "one.safetensors")
+    torch.save({"model": state, "step": 7}, folder / "w.pth")
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"model": state, "step": 7}, checkpoint_id=folder / "dcp", no_dist=True)
+    full = {**state, "head.weight": state["tokens.weight"]}
+    with paceline.join() as job:
+        paceline.Checkpoints(folder / "run").save(job, 3, {"models": [full]})
+    return full
+
+
+def _layout(job: Any, *, meta: bool) -> Any:
+    mesh = job.mesh
+    with torch.device("meta" if meta else "cpu"):
+        model: Any = _tied_gpt()
+    if mesh.tp > 1:
+        model = paceline.tensor_parallel(job, model)
+    if mesh.dp_shard > 1:
+        return paceline.fsdp(job, model, blocks=Block, init="later" if meta else None)
+    return model
+
+
+def _loaded(job: Any, folder: str) -> list[float]:
+    wanted = torch.load(f"{folder}/wanted", weights_only=True)
+    losses = []
+    for path in ("hub", "one.safetensors", "w.pth", "dcp", "run", "run/step-3"):
+        for meta in (False, True):
+            model = _layout(job, meta=meta)
+            paceline.load_weights(model, f"{folder}/{path}")
+            found = {name: whole(value) for name, value in model.state_dict().items()}
+            assert set(found) == set(wanted)
+            for name, value in found.items():
+                assert value.dtype == torch.float32
+                assert torch.equal(value, wanted[name].float()), (path, meta, name)
+            assert model.head.weight is model.tokens.weight
+        if not is_split(model):
+            model = paceline.ddp(job, model)
+        training = make_training(job, model, make_tokens(12), count="tokens")
+        losses.append(train(training, token_loss, until=2).losses[-1])
+    return losses
+
+
+@pytest.mark.parametrize(
+    "mesh", [*FAST, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)], ids=str
+)
+def test_every_layout_gets_the_weights_of_every_form(mesh: Mesh, tmp_path: Path) -> None:
+    torch.save(_write(tmp_path), tmp_path / "wanted")
+    nproc = mesh.data_size * mesh.tp * mesh.pp
+    losses = run_ranks(_loaded, str(tmp_path), nproc=nproc, mesh=mesh)
+    for each in losses:
+        assert each == pytest.approx([losses[0][0]] * len(each))
+
+
+def _stage(job: Any, folder: str) -> int:
+    model = wrap(job, GPT())
+    wanted = torch.load(f"{folder}/wanted", weights_only=True)
+    paceline.load_weights(model, f"{folder}/run")
+    own = dict(model.named_parameters())
+    for name, p in own.items():
+        assert torch.equal(p, wanted[name].float())
+    with pytest.raises(paceline.CheckpointError, match=r"tokens\.weight: the model has"):
+        paceline.load_weights(
+            model, f"{folder}/run", rename=lambda name: name.replace("tokens.weight", "tokens")
+        )
+    return len(own)
+
+
+def test_a_stage_reads_its_own_layers(tmp_path: Path) -> None:
+    wanted = _write(tmp_path)
+    torch.save(wanted, tmp_path / "wanted")
+    assert sum(run_ranks(_stage, str(tmp_path), nproc=2, mesh=Mesh(pp=2))) == len(wanted)
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def _folder(name: str, state: dict[str, torch.Tensor], **weight_map: str) -> Path:
+    folder = Path(name)
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / "a.safetensors")
+    index = {"weight_map": {**dict.fromkeys(state, "a.safetensors"), **weight_map}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _write_wrong() -> None:
+    state = _net().state_dict()
+    _folder("good", state)
+    _folder("lacks", {k: v for k, v in state.items() if k != "2.bias"})
+    _folder("shape", {**state, "2.bias": torch.ones(3)})
+    _folder("more", {**state, "3.bias": torch.ones(3)})
+    _folder("absent", state, extra="b.safetensors")
+    _folder("index", state, extra="a.safetensors")
+    (_folder("no index", state) / "model.safetensors.index.json").write_text("[]")
+    for name in ("short", "text"):
+        file = _folder(name, state) / "a.safetensors"
+        file.write_bytes(file.read_bytes()[:-8] if name == "short" else b"hello")
+    Path("empty").mkdir()
+    dcp_state = {"model": {k: v for k, v in state.items() if k != "2.bias"}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(dcp_state, checkpoint_id="dcp", no_dist=True)
+
+
+_WRONG = ["lacks", "shape", "more", "absent", "index", "no index", "short", "text", "empty", "dcp"]
+
+
+def _refused(job: Any, kind: str) -> None:
+    with torch.device("meta"):
+        net = _net()
+    model = paceline.fsdp(job, net, init="later")
+    options: dict[str, Any] = {}
+    if kind == "rename":
+        options["rename"] = lambda name: name.replace("2.bias", "0.bias")
+    if kind == "buffer":
+        with torch.device("meta"):
+            model.register_buffer("angles", torch.ones(3), persistent=False)
+    try:
+        if kind == "unfilled":
+            make_training(job, model, make_tokens(4))
+        paceline.load_weights(model, kind if kind in _WRONG else "good", **options)
+    finally:
+        assert all(p.is_meta for p in model.parameters())
+
+
+def _refusals(job: Any) -> list[Any]:
+    found = refusals(job, _refused, [*_WRONG, "rename", "buffer", "unfilled"])
+    with torch.device("meta"):
+        model = paceline.fsdp(job, _net(), init="later")
+    with pytest.raises(paceline.CheckpointError) as raised:
+        paceline.load_weights(model, "text" if job.rank == 1 else "good")
+    assert all(p.is_meta for p in model.parameters())
+    skipped = {"3.bias": None}
+    paceline.load_weights(model, "more", rename=lambda name: skipped.get(name, name))
+    assert not any(p.is_meta for p in model.parameters())
+    return [found, str(raised.value)]
+
+
+def test_wrong_files_are_refused_on_all_ranks_before_a_tensor_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write_wrong()
+    ranks = run_ranks(_refusals, nproc=2, mesh=Mesh(dp_shard=2))
+    for found, text in ranks:
+        for kind in ("short", "text"):  # with what safetensors says
+            assert f"{kind}/a.safetensors cannot be read" in found.pop(kind)[1]
+        assert "text/a.safetensors cannot be read" in text
+    check_messages("weights", [found for found, _ in ranks])
+    assert ranks[0][1].startswith("on rank 1: ")
