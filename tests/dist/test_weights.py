@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import save_file
 from small_gpt import GPT, Block, make_tokens, token_loss, wrap
 from small_trainings import check_messages, make_training, refusals, train
@@ -16,6 +18,8 @@ from torch import nn
 
 import paceline
 from paceline import Mesh
+from paceline.checkpoint.export import write_shards
+from paceline.checkpoint.weights import open_weights
 from paceline.parallel.modules import is_split, whole
 from paceline.testing import run_ranks
 
@@ -152,9 +156,23 @@ def _write_wrong() -> None:
     dcp_state = {"model": {k: v for k, v in state.items() if k != "2.bias"}}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(dcp_state, checkpoint_id="dcp", no_dist=True)
+    shutil.copytree("dcp", "dcp file")
+    Path("dcp file/__0_0.distcp").unlink()
 
 
-_WRONG = ["lacks", "shape", "more", "absent", "index", "no index", "short", "text", "empty", "dcp"]
+_WRONG = [
+    "lacks",
+    "shape",
+    "more",
+    "absent",
+    "index",
+    "no index",
+    "short",
+    "text",
+    "empty",
+    "dcp",
+    "dcp file",
+]
 
 
 def _refused(job: Any, kind: str) -> None:
@@ -200,3 +218,86 @@ def test_wrong_files_are_refused_on_all_ranks_before_a_tensor_is_allocated(
         assert "text/a.safetensors cannot be read" in text
     check_messages("weights", [found for found, _ in ranks])
     assert ranks[0][1].startswith("on rank 1: ")
+
+
+class _Model(nn.Module):
+    """An embedding and layers, as a language model has them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4 * width, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+
+
+def _memory(field: str) -> int:
+    (line,) = (row for row in Path("/proc/self/status").read_text().splitlines() if field in row)
+    return 1024 * int(line.split()[1])
+
+
+def _touched_bytes(path: str) -> int:
+    """Bytes of a mapped file that this process has read: the pages that are in its memory."""
+    rows = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [i for i, row in enumerate(rows) if row.endswith(path)]
+    found = [next(row for row in rows[i:] if row.startswith("Rss:")) for i in starts]
+    return sum(1024 * int(row.split()[1]) for row in found)
+
+
+def _cost(job: Any, folder: str, width: int, layers: int) -> tuple[int, int]:
+    """Bytes of the files that were read, and growth of memory at the peak, both of `load_weights` alone."""
+    read = 0
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getitem__(self, box: Any) -> torch.Tensor:
+            found: torch.Tensor = self.inner[box]
+            found.sum()  # reads the pages, as the copy does
+            return found
+
+    class Opened:
+        def __init__(self, file: str, framework: str) -> None:
+            self.file, self.inner = file, safe_open(file, framework=framework)
+
+        def __enter__(self) -> Any:
+            self.inner.__enter__()
+            return self
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def get_slice(self, key: str) -> Any:
+            return Slice(self.inner.get_slice(key))
+
+        def __exit__(self, *error: Any) -> None:
+            nonlocal read
+            read += _touched_bytes(self.file)
+            self.inner.__exit__(*error)
+
+    with torch.device("meta"):
+        model = _Model(width, layers)
+    model = paceline.fsdp(job, model, blocks="layers.*", init="later")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = _memory("VmRSS")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.safe_open", Opened)
+        paceline.load_weights(model, folder)
+    return read, _memory("VmHWM") - before
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_share_and_needs_memory_for_it(tmp_path: Path) -> None:
+    width, layers = 2048, 7  # 1 GB
+    state = _Model(width, layers).state_dict()
+    size = sum(value.nbytes for value in state.values())
+    torch.save(state, tmp_path / "w.pth")
+    write_shards(tmp_path / "hub", open_weights(tmp_path / "w.pth"), size // 4)
+    del state
+    costs = run_ranks(_cost, str(tmp_path / "hub"), width, layers, nproc=4, mesh=Mesh(dp_shard=4))
+    print(f"{size:,} bytes of files:", costs)
+    for read, memory in costs:
+        assert 0.24 * size < read < 0.35 * size
+        assert 0.24 * size < memory < 0.35 * size

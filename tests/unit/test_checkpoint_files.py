@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import paceline
 from paceline.checkpoint import codec
@@ -29,11 +30,12 @@ from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.owner import RECORD
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.weights import open_weights
 from paceline.cli import ckpt
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job.job import Job
+from paceline.testing import digest
 
 
 def _state(fill: float = 1.0) -> dict[str, Any]:
@@ -565,7 +567,7 @@ def test_the_names_of_a_checkpoint_are_those_of_the_model(job: Job, tmp_path: Pa
     model.module = torch.nn.Linear(2, 2)  # not a wrapper of torch
     state = {"models": [dict(model.state_dict())]}
     paceline.Checkpoints(tmp_path).save(job, 1, state)
-    assert list(read_weights(tmp_path)) == ["module.weight", "module.bias"]
+    assert list(open_weights(tmp_path).read()) == ["module.weight", "module.bias"]
 
 
 def test_the_best_checkpoint_is_exported(
@@ -603,24 +605,72 @@ def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> Non
         paceline.load_weights(model, tmp_path / name)
 
 
+def test_weights_are_exported_as_shards_and_for_dcp_and_back(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {f"layer.{n}": torch.full((100, 5), float(n)) for n in range(3)}
+    state["step"] = torch.tensor(7)
+    paceline.Checkpoints(tmp_path / "a").save(job, 1, {"models": [state]})
+    assert _run("export", "--safetensors", "--shards", "4KB", tmp_path / "a", tmp_path / "hub") == 0
+    assert capsys.readouterr().out.startswith("step 1: 4 tensors written to ")
+    assert sorted(os.listdir(tmp_path / "hub")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert _run("export", "--safetensors", tmp_path / "hub", tmp_path / "one") == 0
+    assert os.listdir(tmp_path / "one") == ["model.safetensors"]
+    assert _run("export", "--dcp", tmp_path / "one", tmp_path / "dcp") == 0
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert _run("export", tmp_path / "dcp", tmp_path / "w.pth") == 0
+    for each in (found, torch.load(tmp_path / "w.pth", weights_only=True)):
+        assert digest(each) == digest(state)
+    assert _run("export", "--dcp", tmp_path / "one", tmp_path / "hub") == 65
+    assert "hub exists" in capsys.readouterr().err
+    for wrong in (
+        ["--shards", "5GB"],
+        ["--safetensors", "--shards", "0"],
+        ["--safetensors", "--dcp"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            _run("export", *wrong, tmp_path / "one", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("option", ["--safetensors", "--dcp"])
+def test_a_folder_that_cannot_be_written_leaves_nothing(
+    job: Job, tmp_path: Path, option: str
+) -> None:
+    _save(job, tmp_path / "a", 1)
+    with _small_files():
+        assert _run("export", option, tmp_path / "a", tmp_path / "new") == 65
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_step_is_read_with_a_slash_and_of_a_model_that_exists(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(job, tmp_path / "a", 1)
     monkeypatch.chdir(tmp_path / "a")
-    assert set(read_weights("step-1/")) == set(read_weights("step-1")) == {"weight", "short"}
+    assert (
+        set(open_weights("step-1/").read())
+        == set(open_weights("step-1").read())
+        == {"weight", "short"}
+    )
     for number in (-1, 1):
         with pytest.raises(CheckpointError, match=f"holds 1 models, so there is no model {number}"):
-            read_weights("step-1", number)
+            open_weights("step-1", number)
 
 
 def test_all_prefixes_of_wrappers_are_removed(tmp_path: Path) -> None:
     weights = {f"_orig_mod.module.{name}": torch.ones(2) for name in "ab"}
     torch.save(weights, tmp_path / "w.pth")
-    assert set(read_weights(tmp_path / "w.pth")) == {"a", "b"}
+    assert set(open_weights(tmp_path / "w.pth").read()) == {"a", "b"}
     torch.save({1: torch.ones(2)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="holds no plain state_dict"):
-        read_weights(tmp_path / "w.pth")
+        open_weights(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])

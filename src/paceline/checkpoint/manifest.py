@@ -63,6 +63,11 @@ class SavedTensor:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    @property
+    def whole_bytes(self) -> int:
+        """The size of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
     def size_bytes(self, chunk: Chunk) -> int:
         """The size of one of its chunks."""
         return math.prod(chunk.sizes) * ITEM_BYTES[self.dtype]

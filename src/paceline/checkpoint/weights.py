@@ -6,11 +6,12 @@ shapes are compared with the model before any tensor is allocated or read.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from torch import nn
 
 from paceline.checkpoint import layout, reader
 from paceline.checkpoint.cloud_errors import StorageError
-from paceline.checkpoint.export import safetensors_torch
 from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
 from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
 from paceline.errors import CheckpointError, ConfigError, listed
@@ -29,7 +29,8 @@ from paceline.job.job import current
 from paceline.parallel.modules import INNER, UNFILLED, plain_name, unwrap
 
 INDEX = "model.safetensors.index.json"
-_DCP_METADATA = ".metadata"
+ONE_FILE = "model.safetensors"  # without an index
+DCP_METADATA = ".metadata"
 _DDP = "module."
 _NESTED = ("state_dict", "model")  # under which programs save the weights beside other state
 
@@ -226,16 +227,15 @@ class Weights:
             found = {key: name.removeprefix(_DDP) for key, name in found.items()}
         return found
 
-
-def read_weights(path: str | Path, number: int = 0) -> dict[str, Any]:
-    """All weights at a path, by name; see `load_weights`."""
-    weights = open_weights(path, number)
-    whole = {
-        key: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-        for key, saved in weights.shapes.items()
-    }
-    weights.fill(whole)
-    return {name: {**weights.values, **whole}[key] for key, name in weights.names().items()}
+    def read(self, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Whole tensors, by the name in the model. None: all of them."""
+        parts = self.shapes if keys is None else {key: self.shapes[key] for key in keys}
+        whole = {
+            key: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+            for key, saved in parts.items()
+        }
+        self.fill(whole)
+        return {name: whole[key] for key, name in self.names().items() if key in whole}
 
 
 def open_weights(path: str | Path, number: int = 0) -> Weights:
@@ -250,11 +250,11 @@ def open_weights(path: str | Path, number: int = 0) -> Weights:
         if "://" in name:
             is_file = name.endswith((".safetensors", ".pth", ".pt"))
             return _remote_file(name) if is_file else _checkpoint(name, number)
-        if (Path(name) / INDEX).exists() or (Path(name) / "model.safetensors").exists():
+        if (Path(name) / INDEX).exists() or (Path(name) / ONE_FILE).exists():
             return _safetensors_folder(Path(name))
         if name.endswith(".safetensors"):
             return _safetensors([name])
-        if (Path(name) / _DCP_METADATA).exists():
+        if (Path(name) / DCP_METADATA).exists():
             return _dcp(name)
         if Path(name).is_dir():
             return _checkpoint(name, number)
@@ -278,7 +278,7 @@ def _safetensors_folder(folder: Path) -> Weights:
     """The files that the index names: a folder may have the same weights in other files too."""
     index = folder / INDEX
     if not index.exists():
-        return _safetensors([os.fspath(folder / "model.safetensors")])
+        return _safetensors([os.fspath(folder / ONE_FILE)])
     try:
         file_of = {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -286,13 +286,7 @@ def _safetensors_folder(folder: Path) -> Weights:
             f"{index} is not an index of safetensors.", path=str(index)
         ) from error
     files = sorted(set(file_of.values()))
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{index} names files that do not exist: {listed(absent)}.",
-            fix="download or copy the folder again.",
-            path=str(index),
-        )
+    _refuse_absent(index, files)
     weights = _safetensors([os.fspath(folder / name) for name in files])
     missing = sorted(set(file_of) - set(weights.shapes))
     if missing:
@@ -303,6 +297,16 @@ def _safetensors_folder(folder: Path) -> Weights:
             parameter=missing[0],
         )
     return weights
+
+
+def _refuse_absent(index: Path, files: Iterable[str]) -> None:
+    absent = [name for name in files if not (index.parent / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names files that do not exist: {listed(absent)}.",
+            fix="download or copy the folder again.",
+            path=str(index),
+        )
 
 
 def _safetensors(files: list[str]) -> Weights:
@@ -362,6 +366,8 @@ def _dcp(folder: str) -> Weights:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = dcp.FileSystemReader(folder).read_metadata()
+    parts = metadata.storage_data.values()
+    _refuse_absent(Path(folder) / DCP_METADATA, sorted({part.relative_path for part in parts}))
     tensors = {
         key: item
         for key, item in metadata.state_dict_metadata.items()
@@ -376,11 +382,23 @@ def _dcp(folder: str) -> Weights:
 
     def fill(targets: dict[str, torch.Tensor]) -> None:
         wanted: dict[str, Any] = {prefix + key: target for key, target in targets.items()}
-        with warnings.catch_warnings():  # of ranks that read by themselves
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with no_dist():
             dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
     return Weights(shapes=shapes, fill=fill)
+
+
+@contextlib.contextmanager
+def no_dist() -> Iterator[None]:
+    """Without the warning of torch's DCP that one process uses it alone, and with its errors as they were."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:  # a BaseException
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def _checkpoint(url: str, number: int) -> Weights:
@@ -452,3 +470,18 @@ def _filler(
                 target.copy_(part(key, offsets, sizes))
 
     return fill
+
+
+def safetensors_torch() -> Any:
+    """The module `safetensors.torch`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors is not installed.", fix="pip install 'paceline[safetensors]'"
+        ) from error
+    return safetensors.torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _ACTIONS = {
     "ls": "list the checkpoints of a folder",
     "show": "show what a checkpoint holds",
     "check": "compare every byte with its digest",
-    "export": "write the weights to one file, .pth or .safetensors",
+    "export": "write the weights for other programs",
     "rm": "remove a checkpoint",
 }
 _EXAMPLES = {
@@ -35,6 +36,7 @@ _EXAMPLES = {
     "export": {
         "paceline ckpt export runs/a model.safetensors": "the weights of the newest checkpoint",
         "paceline ckpt export --best runs/a model.pth": "those of the checkpoint that `ls` marks as best",
+        "paceline ckpt export --safetensors --shards 5GB runs/a hub": "a folder as on the Hugging Face hub",
     },
     "rm": {"paceline ckpt rm runs/a --step 1200": "remove the checkpoint of step 1200"},
 }
@@ -77,11 +79,34 @@ def parser() -> CommandParser:
             examples=_EXAMPLES[name],
             exit_codes=_EXIT_CODES,
         )
+        other = "; or weights in any form that load_weights reads" if name == "export" else ""
         action.add_argument(
-            "folder", metavar="FOLDER", help="of a run or its checkpoints: a path or a URL"
+            "folder", metavar="FOLDER", help=f"of a run or its checkpoints: a path or a URL{other}"
         )
         if name == "export":
-            action.add_argument("to", type=Path, metavar="FILE", help="file to write")
+            action.add_argument(
+                "to",
+                type=Path,
+                metavar="TO",
+                help="a file, .pth or .safetensors; or a new folder with --safetensors or --dcp",
+            )
+            form = action.add_mutually_exclusive_group()
+            form.add_argument(
+                "--safetensors",
+                action="store_true",
+                help="write a folder of safetensors files with an index, as on the Hugging Face hub",
+            )
+            form.add_argument(
+                "--dcp",
+                action="store_true",
+                help="write a folder for torch.distributed.checkpoint.load, under the names of the model",
+            )
+            action.add_argument(
+                "--shards",
+                type=_size,
+                metavar="SIZE",
+                help="with --safetensors: size of a file at most (5GB)",
+            )
             action.add_argument(
                 "--model",
                 type=not_negative_count,
@@ -101,6 +126,14 @@ def parser() -> CommandParser:
                 "--step", type=not_negative_count, required=name == "rm", metavar="N", help=default
             )
     return ours
+
+
+def _size(text: str) -> int:
+    """The type of an option: bytes, such as 5GB or 500MB."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a size such as 5GB or 500MB, and is {text!r}")
+    return int(match[1]) * int(1000 ** " KMGT".index(match[2] or " "))
 
 
 def _open(folder: str) -> Store:
@@ -189,15 +222,29 @@ def _best(store: Store, steps: Sequence[int]) -> int:
 
 
 def _export(store: Store, args: argparse.Namespace) -> int:
-    from paceline.checkpoint.export import write_file
-    from paceline.checkpoint.weights import read_weights
+    from paceline.checkpoint.export import write_dcp, write_file, write_shards
+    from paceline.checkpoint.weights import DCP_METADATA, INDEX, ONE_FILE, open_weights
 
-    steps = _steps(store, args.step)
-    step = _best(store, steps) if args.best else steps[-1]
-    weights = read_weights(f"{store.root.rstrip('/')}/step-{step}", args.model)
-    write_file(args.to, weights)
-    kind = "safetensors" if args.to.suffix == ".safetensors" else "torch.save"
-    print(f"step {step}: {len(weights)} tensors written to {args.to} (format of {kind})")
+    if args.shards and not args.safetensors:
+        parser().error("--shards is an option of --safetensors")
+    source, what = args.folder, args.folder
+    is_other = {DCP_METADATA, INDEX, ONE_FILE} & set(store.names()) or Path(source).is_file()
+    if not is_other or committed(store):
+        steps = _steps(store, args.step)
+        step = _best(store, steps) if args.best else steps[-1]
+        source, what = f"{store.root.rstrip('/')}/step-{step}", f"step {step}"
+    weights = open_weights(source, args.model)
+    if args.safetensors:
+        write_shards(args.to, weights, args.shards or _size("5GB"))
+        kind = "safetensors"
+    elif args.dcp:
+        write_dcp(args.to, weights)
+        kind = "torch.distributed.checkpoint"
+    else:
+        kind = "safetensors" if args.to.suffix == ".safetensors" else "torch.save"
+        values = {} if kind == "safetensors" else weights.values
+        write_file(args.to, {**weights.read(), **values})
+    print(f"{what}: {len(weights.shapes)} tensors written to {args.to} (format of {kind})")
     return ExitCode.OK
 
 
