@@ -1,11 +1,12 @@
-"""Fine-tune a Hugging Face model: dict batches, a loss that the model computes, and FSDP by one option.
+"""Fine-tune a Hugging Face model: weights from safetensors shards, dict batches, and FSDP by one option.
 
     pip install '.[finetune]'
     paceline run --nproc-per-node 2 examples/finetune.py
     paceline run --nproc-per-node 2 examples/finetune.py --fsdp
 
-The model is a small GPT-2 with random weights, so nothing is downloaded, and the text is a sequence of
-bytes, so no tokenizer is needed. For a real model use `AutoModelForCausalLM.from_pretrained(...)`.
+The text is a sequence of bytes, so no tokenizer is needed. Nothing is downloaded: rank 0 writes a small GPT-2
+with random weights, in the form that models have on the Hugging Face hub. For a real model give its folder,
+as from `huggingface_hub.snapshot_download`, with `--weights`. Each rank reads only the weights that it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import paceline
@@ -37,6 +38,19 @@ def pad(lines: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
 
+def write_small_model(folder: str) -> None:
+    config = GPT2Config(
+        vocab_size=128,
+        n_positions=16,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder, max_shard_size="200KB")
+
+
 def score(model, batch):
     out = model(**batch)
     # Each token is predicted from those before it, so the first label of a line is no target.
@@ -48,26 +62,24 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--folder", default="runs/finetune")
+    options.add_argument("--weights", help="folder of a model, with its config and safetensors")
     options.add_argument("--fsdp", action="store_true", help="shard the model over the ranks")
     args = options.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     lines = sums(1160)
     train, test = lines[:960], lines[960:]
 
     with paceline.join(seed=1) as job:
-        config = GPT2Config(
-            vocab_size=128,
-            n_positions=16,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model = GPT2LMHeadModel(config).to(job.device)
+        weights = args.weights or f"{args.folder}/pretrained"
+        if not args.weights:
+            paceline.on_rank0(job, lambda: write_small_model(weights))
+        with torch.device("meta"):  # without memory, until the weights are loaded
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(weights))
         if args.fsdp:
-            model = paceline.fsdp(job, model, blocks=[type(model.transformer.h[0])])
-        else:
+            model = paceline.fsdp(job, model, init="later")
+        paceline.load_weights(model, weights)
+        if not args.fsdp:
             model = paceline.ddp(job, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         loader = DataLoader(train, batch_size=16, shuffle=True, collate_fn=pad)

@@ -142,6 +142,7 @@ def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Pat
         folder = tmp_path / f"{ranks}{'-'.join(options)}"
         words = [*PACELINE, ranks, _example("finetune.py"), "--epochs=1", f"--folder={folder}"]
         output = _run([*words, *options], tmp_path)
+        assert len(list((folder / "pretrained").glob("model-*.safetensors"))) > 1
         found = re.search(r"loss ([\d.]+) on 200 lines", output)
         assert found, output
         scores.append(float(found[1]))

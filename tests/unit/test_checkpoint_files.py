@@ -608,7 +608,7 @@ def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> Non
 def test_weights_are_exported_as_shards_and_for_dcp_and_back(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = {f"layer.{n}": torch.full((100, 5), float(n)) for n in range(3)}
+    state = {f"model.layer.{n}": torch.full((100, 5), float(n)) for n in range(3)}
     state["step"] = torch.tensor(7)
     paceline.Checkpoints(tmp_path / "a").save(job, 1, {"models": [state]})
     assert _run("export", "--safetensors", "--shards", "4KB", tmp_path / "a", tmp_path / "hub") == 0

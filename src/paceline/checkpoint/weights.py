@@ -205,7 +205,7 @@ class Weights:
         fill: Reads the values of some tensors, by name; the tensors may be sharded.
         values: What a checkpoint of Paceline holds beside tensors.
         is_file: Whether names may have parts that wrappers of a model add.
-        in_place: Whether all was checked that can be checked before a value is used.
+        in_place: Whether values may go straight into a model: `fill` finds no damage after the first of them.
     """
 
     shapes: dict[str, SavedTensor]
@@ -373,7 +373,10 @@ def _dcp(folder: str) -> Weights:
         for key, item in metadata.state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
     }
-    prefix = next((f"{n}." for n in _NESTED if any(k.startswith(f"{n}.") for k in tensors)), "")
+    # A flat state may have names such as `model.norm.weight` too.
+    places = metadata.planner_data or {}  # the keys that lead to each value in what was saved
+    outer = {places[key][0] for key in tensors if len(places.get(key, ())) > 1}
+    prefix = next((f"{name}." for name in _NESTED if name in outer), "")
     shapes = {
         key.removeprefix(prefix): SavedTensor(_dtype(item.properties.dtype), tuple(item.size), ())
         for key, item in tensors.items()
