@@ -48,9 +48,10 @@ def load_weights(
     this rank's shard; make the optimizer afterwards. Values are converted to the dtypes of the model.
     Parameters that the model ties need one of their names in the file.
 
-    From safetensors a rank reads the slices of its shards, and needs memory for one slice beside them; from a
-    folder of torch's DCP, for one shard of the writer; from a checkpoint, for its shards once more, because
-    digests are checked first. A file of `torch.save` is read whole by each rank.
+    From safetensors a rank reads the slices of its shards, from files that are mapped, one tensor at a time.
+    Beside its shards it needs memory for one shard of the writer, from a folder of torch's DCP; and for its
+    shards once more, from a checkpoint, whose digests are checked first. A file of `torch.save` is read whole
+    by each rank.
 
     Args:
         model: Wrapped, split over ranks, or neither; names with and without `module.` both fit.
