@@ -108,10 +108,9 @@ def _same_order(one: Pass, other: Pass) -> bool:
 def _training_passes(log: RankLog, name: str) -> list[Pass]:
     """The passes with a backward over the loaders of one sampler, except those left after one batch."""
     sampler = log.loaders[name].sampler_id
+    loaders = {own for own, each in log.loaders.items() if each.sampler_id == sampler}
     return [
         each
         for (loader, _), each in log.passes.items()
-        if log.loaders[loader].sampler_id == sampler
-        and any(each.backwards)
-        and (len(each.batches) > 1 or each.ended)
+        if loader in loaders and any(each.backwards) and (len(each.batches) > 1 or each.ended)
     ]
