@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -16,7 +16,6 @@ from paceline.data.digest import bytes_of, has_content, plain
 
 # An object is searched for random generators up to this depth, without what is in longer containers.
 _MAX_DEPTH, _MAX_ITEMS = 3, 64
-_MT_WORDS = 624
 
 manual_seed = torch.manual_seed  # not the recording one that replaces it
 
@@ -106,43 +105,6 @@ def random_states(holder: Any = None) -> dict[str, int]:
         states["cuda"] = digest(torch.cuda.get_rng_state())
     states.update(states_inside(holder, "dataset"))
     return states
-
-
-class TwisterState(NamedTuple):
-    """The state of a Mersenne Twister: 624 words, and how many of them are used.
-
-    When all are used, new ones replace them.
-    """
-
-    words: Any
-    used: int
-
-
-def torch_state() -> TwisterState:
-    """The state of torch's CPU generator, whose layout is `CPUGeneratorImplStateLegacy` in ATen.
-
-    `used` is 0 after a seed.
-    """
-    state = torch.get_rng_state()
-    words = state[24 : 24 + 8 * _MT_WORDS].numpy().tobytes()
-    return TwisterState(words, int(state[16:24].view(torch.int64)))
-
-
-def twister_states() -> dict[str, TwisterState]:
-    """The states of the global generators of torch, Python and NumPy, by the names of `random_states`."""
-    own = random.getstate()[1]
-    of_numpy: Any = numpy.random.get_state()
-    states = {"torch": torch_state(), "random": TwisterState(own[:-1], own[-1])}
-    if isinstance(of_numpy, tuple):  # else the script has replaced its bit generator
-        states["numpy"] = TwisterState(of_numpy[1].tobytes(), of_numpy[2])
-    return states
-
-
-def numbers_drawn(before: TwisterState, after: TwisterState) -> int:
-    """How many 32-bit numbers, at least, a generator gave between two states, without a seed between."""
-    # The first number after a seed of torch renews the words, although none of them are used.
-    renewed = before.words != after.words and before.used
-    return after.used - before.used + (_MT_WORDS if renewed else 0)
 
 
 def states_inside(holder: Any, name: str, depth: int = 0) -> dict[str, int]:

@@ -260,8 +260,6 @@ class SamplesLoaded(Event):
     # The digests of the states of the generators: before, and after of those whose state changed.
     random: Digests = field(default_factory=dict)
     drew: Digests = field(default_factory=dict)
-    # How many numbers, at least, were drawn from the global generators.
-    draws: dict[str, int] = field(default_factory=dict)
 
 
 # The loop
@@ -301,8 +299,7 @@ class ForwardEnded(EventInStep):
     # The digests of the states of the generators before it.
     random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)  # the generators that it drew from
-    # How many numbers the script drew from torch's generator since the batch; None if unknown.
-    draws: int | None = None
+    draws: bool = False  # whether the script drew from torch's generator since the batch
     buffers: Digests = field(default_factory=dict)  # the digests of the buffers
     # The digests of the parameters, in the first forward of training after an update; of a model that is not
     # trained, in its first forward without gradient in an evaluation or step.

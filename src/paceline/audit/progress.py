@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.audit.digests import TwisterState, seed_all, torch_state
+import torch
+
+from paceline.audit.digests import seed_all
 from paceline.audit.evaluations import first_evaluation
 from paceline.audit.events import EndedByVerify, TrainingContinues
 from paceline.audit.evidence import TrainingLoaders
@@ -55,7 +57,7 @@ class Progress:
         self.steps = 0
         self.evaluation: int | None = None
         self._last_evaluation = 0
-        self.random_at_batch: TwisterState | None = None
+        self.random_at_batch: torch.Tensor | None = None
         self.uses_paceline = False
         self._loaders = TrainingLoaders()
         self.loaders_of_step: Counter[str] = Counter()
@@ -114,7 +116,7 @@ class Progress:
         self._batches += 1
         if self.plan.mode == "null":  # for what the script draws before its forward
             seed_all(NULL_SEED + self._batches)
-        self.random_at_batch = torch_state()
+        self.random_at_batch = torch.get_rng_state()
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""

@@ -33,9 +33,7 @@ from paceline.audit.digests import (
     exact_parts,
     magnitude,
     number_of_samples,
-    numbers_drawn,
     random_states,
-    twister_states,
 )
 from paceline.audit.events import (
     BatchGiven,
@@ -247,12 +245,12 @@ class DataHooks:
             return batch
 
         fetcher.collate_fn = collate_and_keep
-        before, twisters = random_states(fetcher.dataset), twister_states()
+        before = random_states(fetcher.dataset)
         try:
             return fetch(fetcher, index)
         finally:
             fetcher.collate_fn = collate
-            after, now = random_states(fetcher.dataset), twister_states()
+            after = random_states(fetcher.dataset)
             if not (fetcher.auto_collation and isinstance(samples, list)):
                 samples = [] if samples is None else [samples]
             worker = get_worker_info()
@@ -267,7 +265,6 @@ class DataHooks:
                     magnitudes=[magnitude(sample) for sample in samples],
                     random=before,
                     drew={k: v for k, v in after.items() if v != before.get(k)},
-                    draws={k: numbers_drawn(twisters[k], now[k]) for k in twisters.keys() & now},
                 )
             )
 

@@ -31,10 +31,8 @@ from paceline.audit.digests import (
     digest_rows,
     leaves,
     manual_seed,
-    numbers_drawn,
     random_states,
     seed_all,
-    torch_state,
 )
 from paceline.audit.events import (
     BackwardBegun,
@@ -165,7 +163,7 @@ class LoopHooks:
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
             saved_weights.begin_evaluation(self._progress, self._models)
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
-        draws = None if drawn_from is None else numbers_drawn(drawn_from, torch_state())
+        draws = drawn_from is not None and not torch.equal(drawn_from, torch.get_rng_state())
         self._kept.begin_forward(number, inner_of(module), trains=trains)
         if trains and self._progress.plan.mode != "ordinary" and not self._progress.uses_paceline:
             if self._progress.plan.mode == "null":

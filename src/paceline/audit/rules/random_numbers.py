@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
 
-from paceline.audit.events import BatchGiven, ForwardEnded, SamplesLoaded
+from paceline.audit.events import ForwardEnded, SamplesLoaded
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
@@ -47,15 +46,12 @@ def _of_samples(case: Case) -> Finding | None:
         for event in log.fetches:
             # A stream may draw the order of samples that are the rank's own.
             is_judged = event.loader in training and not training[event.loader].iterable
-            if is_judged and any(_draws_for_each(event, name) for name in event.drew):
+            if is_judged and event.drew:
                 firsts.setdefault((log.rank, event.worker), event)
     for (one, first), (other, second) in combinations(firsts.items(), 2):
         for name, after in first.drew.items():
             states = (first.random.get(name), after)
-            if _draws_for_each(first, name) and states == (
-                second.random.get(name),
-                second.drew.get(name),
-            ):
+            if states == (second.random.get(name), second.drew.get(name)):
                 return Finding(
                     what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",
                     at=training[first.loader].at,
@@ -71,38 +67,20 @@ def _of_samples(case: Case) -> Finding | None:
     return None
 
 
-def _draws_for_each(event: SamplesLoaded, generator: str) -> bool:
-    """Whether a generator gave a number for each sample; fewer may be a choice for the batch."""
-    count = event.draws.get(generator)
-    return count is None or count >= len(event.contents)
-
-
 def _worker(which: tuple[int, int | None]) -> str:
     rank, worker = which
     return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
 
 
-def _state_after_noise(forward: ForwardEnded) -> Any:
-    """The state of torch's generator, if the script drew more than one number a sample since the batch."""
-    # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
-    is_noise = (forward.draws or 0) > 2 * (forward.samples or 1)
-    return forward.random["torch"] if is_noise else None
-
-
-def _inputs(forward: ForwardEnded) -> Any:
-    # A single row may be computed, such as the time of a schedule.
-    return tuple(forward.rows) if forward.rows and len(forward.rows) > 1 else None
-
-
-def _state(generator: str) -> Callable[[ForwardEnded], Any]:
+def _state(generator: str) -> Callable[[ForwardEnded], int | None]:
     return lambda forward: forward.random.get(generator) if generator in forward.drew else None
 
 
 # What decides the random numbers of a forward; and how two ranks with equal ones are reported. Python's
 # `random` decides what must be alike on all ranks, such as LayerDrop.
-_KINDS: dict[str, tuple[Callable[[ForwardEnded], Any], str]] = {
+_KINDS: dict[str, tuple[Callable[[ForwardEnded], int | None], str]] = {
     "draw the same random numbers for their batches": (
-        _state_after_noise,
+        lambda forward: forward.random["torch"] if forward.draws else None,
         "the script draws from torch's generator between the batch and the forward, and its state is the "
         "same on both",
     ),
@@ -113,10 +91,6 @@ _KINDS: dict[str, tuple[Callable[[ForwardEnded], Any], str]] = {
     "draw the same random numbers on their GPUs, such as dropout masks": (
         _state("cuda"),
         "the generator 'cuda' has the same state on both before the forward",
-    ),
-    "give a model the same random inputs": (
-        _inputs,
-        "their batches differ, and these inputs do not: they come from generators with one seed",
     ),
 }
 
@@ -152,7 +126,7 @@ def _of_forwards(case: Case) -> Finding | None:
 
 
 def _equal_forwards(
-    key: Callable[[ForwardEnded], Any], model: int, one: RankLog, other: RankLog
+    key: Callable[[ForwardEnded], int | None], model: int, one: RankLog, other: RankLog
 ) -> tuple[list[ForwardEnded], int] | None:
     """The forwards with equal keys and how many have a key; None if they are no more than the half."""
     both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
@@ -161,9 +135,4 @@ def _equal_forwards(
     # What all ranks draw once may be a constant of the training.
     if 2 * len(same) <= len(keys) or len(same) < 2:
         return None
-    if key is _inputs:  # new in each forward, while the batches differ
-        batches = ([(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other))
-        is_new = len({own for _, own in same}) == len(keys)
-        if not is_new or next(batches) == next(batches):
-            return None
     return [a for a, _ in same], len(keys)
