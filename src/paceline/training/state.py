@@ -81,7 +81,7 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                 f"the checkpoint holds {len(saved[kind])} {kind}, not {len(own)}."
             )
     for model, values in zip(models, saved["models"], strict=True):
-        _check_shapes(model, values, fix=_SAME_MODEL)
+        _check_shapes(model, values)
     names = _parameter_names(models)
     for optimizer_index, (optimizer, values) in enumerate(
         zip(optimizers, saved["optimizers"], strict=True)
@@ -235,14 +235,14 @@ def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
     }
 
 
-def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any], *, fix: str) -> None:
+def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     own = _state_of(model)
     for name in sorted(set(own) | set(values)):
         ours, theirs = (_shape(each.get(name)) for each in (own, values))
         if ours != theirs:
             raise CheckpointError(
                 f"{name}: the model has {ours}, the checkpoint has {theirs}.",
-                fix=fix,
+                fix=_SAME_MODEL,
                 parameter=name,
             )
 
