@@ -157,7 +157,7 @@ def test_training_continues_from_a_loaded_state(make: Callable[[], Case]) -> Non
 
 def test_weights_of_another_model_are_refused_with_a_fix_that_exists(tmp_path: Path) -> None:
     torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="bias: the model has shape") as raised:
+    with pytest.raises(CheckpointError, match="weight: the model has shape") as raised:
         paceline.load_weights(nn.Linear(3, 4), tmp_path / "w.pth")
     assert "resume" not in raised.value.fix  # which is no argument of `load_weights`
 
