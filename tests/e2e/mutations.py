@@ -642,10 +642,11 @@ MUTATIONS: dict[str, list[Mutation]] = {
         ),
         Mutation(
             "parameter_beside_the_model",
-            "weights",
-            "optimizer.step()",
+            "step of one process",
+            ".backward()",
             "            average(scale.grad)\n",
             "",
+            is_note=True,
         ),
     ],
 }

@@ -356,28 +356,6 @@ def test_a_model_that_is_not_used_in_each_step(other: list[int], changes: bool, 
     assert found in (judged.what if isinstance(judged, Finding) else str(judged))
 
 
-def _learns_a_temperature(own: list[int]) -> list[Event]:
-    """A rank that trains a shared model, and a parameter that no forward shows."""
-    events: list[Event] = [DDPBuilt(group_size=2)]
-    for number, value in enumerate(own, 1):
-        others = {"t": own[number - 2]} if number > 1 else {}
-        grads = {"w": 5, "t": value}
-        events += [
-            ForwardEnded(trains=True, sync=True, steps_done=number - 1, params={"w": number}),
-            BackwardBegun(steps_done=number - 1),
-            OptimizerStepBegun(
-                step=number, at="t.py:8", grads=grads, lrs=[0.1], outside_models=others
-            ),
-            OptimizerStepEnded(step=number, params={"w": number + 1, "t": value}),
-        ]
-    return events
-
-
-@pytest.mark.parametrize(("own", "found"), [([1, 2, 3], []), ([1, 12, 13], ["weights"])])
-def test_a_parameter_that_no_forward_shows(own: list[int], found: list[str]) -> None:
-    assert _findings(_learns_a_temperature([1, 2, 3]), _learns_a_temperature(own)) == found
-
-
 # Buffers, and models that are not trained
 
 

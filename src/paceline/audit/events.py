@@ -367,9 +367,6 @@ class OptimizerStepBegun(Event):
     base: float = 0.0  # the rate that a schedule starts from; 0 without a schedule
     grads: Digests = field(default_factory=dict)  # the digests of the gradients
     state: int = 0  # the digest of the optimizer's state
-    # The digests of trained parameters that no forward shows: no called model has them. With DDP, from the
-    # second step of a parameter on, and only if models were updated since its latest step.
-    outside_models: Digests = field(default_factory=dict)
 
 
 class OptimizerStepEnded(Event):

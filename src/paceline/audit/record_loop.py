@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
 from paceline.audit import saved_weights
@@ -40,7 +39,6 @@ from paceline.audit.events import (
     Clipped,
     CommHookSet,
     DDPBuilt,
-    Digests,
     ForwardBegun,
     ForwardEnded,
     GradientsCleared,
@@ -113,9 +111,6 @@ class LoopHooks:
         self._building_ddp = Nesting()
         self._in_backward = Nesting()
         self._has_backward = False  # whether there was one
-        self._model_updates = 0  # steps of optimizers that have parameters of called models
-        # For each parameter that no called model has: the value of `_model_updates` at its last step.
-        self._stepped_at: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._scaler: GradScaler | None = None
         self._schedules: set[type] = set()  # the classes whose `step` is recorded
         self._in_schedule = Nesting()
@@ -305,24 +300,8 @@ class LoopHooks:
                 base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
                 grads={name: digest(g) for name, g in gradients.items()},
                 state=digest([optimizer.state.get(p, {}) for p in owned]),
-                outside_models=self._digest_outside([p for p, _ in trained]),
             )
         )
-
-    def _digest_outside(self, trained: list[torch.Tensor]) -> Digests:
-        """The digests for `OptimizerStepBegun.outside_models`.
-
-        What is optimized for one batch, such as an adversarial perturbation, is a rank's own: it is new for
-        each batch, and steps without the models.
-        """
-        outside = [p for p in trained if not self._models.has(p)]
-        self._model_updates += len(outside) < len(trained)
-        digests = {}
-        for p in outside if self._models.ddp else ():
-            if self._stepped_at.get(p, self._model_updates) < self._model_updates:
-                digests[self._models.name_of(p)] = digest(p)
-            self._stepped_at[p] = self._model_updates
-        return digests
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._makes_state(optimizer):

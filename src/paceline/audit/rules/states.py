@@ -11,7 +11,6 @@ from paceline.audit.events import (
     Digests,
     Event,
     ForwardEnded,
-    OptimizerStepBegun,
     OptimizerStepEnded,
     full_name,
 )
@@ -47,8 +46,8 @@ def first_difference(differs: Mapping[P, Mapping[str, bool]]) -> tuple[P, list[s
 class WeightPoint(NamedTuple):
     """A point of the script at which a parameter is updated or used.
 
-    A use is a forward of training or, of a parameter that no forward shows, its next step. Updates and uses
-    of a parameter may alternate in a step: `phase` is even at an update, and odd at a use. Its points,
+    A use is a forward of training. Updates and uses of a parameter may alternate in a step: `phase` is even
+    at an update, and odd at a use. Its points,
 
         with one optimizer:  use (0, 1), update (1, 0), use (1, 1), update (2, 0), use (2, 1)
         with two in step 1, and a forward between them:
@@ -109,12 +108,10 @@ def weights_of(log: RankLog) -> dict[WeightPoint, Digests]:
     left_out = {full_name(event.model, n) for event in forwards for n in event.params or ()}
     found: defaultdict[WeightPoint, Digests] = defaultdict(dict)
     phases: defaultdict[tuple[int, str], int] = defaultdict(int)
-    events: list[Event] = log.of(ForwardEnded, OptimizerStepBegun, OptimizerStepEnded)
+    events: list[Event] = log.of(ForwardEnded, OptimizerStepEnded)
     for event in events:
         if isinstance(event, OptimizerStepEnded):
             step, params, is_use = event.step, event.params, False
-        elif isinstance(event, OptimizerStepBegun):
-            step, params, is_use = event.step - 1, event.outside_models, True
         elif isinstance(event, ForwardEnded) and event.trains:
             step, is_use = event.steps_done, True
             params = {full_name(event.model, n): own for n, own in (event.params or {}).items()}

@@ -171,7 +171,6 @@ def _changed_outside(case: Case, mismatch: Mismatch) -> Finding:
         ranks = outliers(mismatch.digests_at)
     log = case.ranks[ranks[0]]
     uses = [e.at for e in _forwards_with(log, name) if e.steps_done == done]
-    uses += [e.at for e in log.optimizer_steps(mismatch.step) if name in e.outside_models]
     return _finding(
         mismatch,
         f"{name} was changed outside the optimizer on {name_ranks(ranks, case.world_size)}."
@@ -250,10 +249,6 @@ def _without_reduction(log: RankLog, mismatch: Mismatch, at: str) -> tuple[str, 
     fix = "wrap the model in DDP, or all_reduce each gradient before the step."
     if "data" in log.layouts:
         fix = "apply fully_shard to the whole model too: it reduces only the modules that it was given."
-    elif not forwards:
-        why = "no DDP has this parameter"
-        fix = "make it a parameter of the model that DDP wraps, directly or in a module or ModuleList, "
-        fix += "or all_reduce its gradient before each step."
     elif bypassing:
         at = bypassing[-1].at
         why = "the model was called without its DDP wrapper, so DDP did not reduce it"
