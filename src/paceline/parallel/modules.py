@@ -181,7 +181,10 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str, may_be_meta: bool =
 def _fill_by_hand(module: nn.Module) -> str:
     ties = ["one parameter: " + ", ".join(names) for names in tied_parameters(module)]
     again = f", and tie again what to_empty has untied ({'; '.join(ties)})" if ties else ""
-    return f"model.to_empty(device=job.device), then initialise it{again}."
+    return (
+        "paceline.load_weights(model, path); or model.to_empty(device=job.device), then initialise it"
+        f"{again}."
+    )
 
 
 def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
@@ -274,7 +277,8 @@ def refuse_unfilled(module: nn.Module, init: Callable[[nn.Module], None] | None)
             raise ConfigError(
                 f"{name or 'the module'} ({type(layer).__name__}) is on the meta device and has no "
                 "`reset_parameters`, so its values are not known.",
-                fix="pass init=, a function that fills the parameters and buffers of one submodule.",
+                fix="pass init=, a function that fills the parameters and buffers of one submodule, or "
+                'init="later" and then paceline.load_weights(model, path).',
             )
 
 
