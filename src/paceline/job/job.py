@@ -34,7 +34,9 @@ from paceline.errors import (
     refuse_different_values,
 )
 from paceline.job import current_step, environment, failures, ray, rendezvous
+from paceline.job.all_gather import AllGather
 from paceline.job.arguments import require_positive
+from paceline.job.current_step import OUTSIDE
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange
 from paceline.job.failures import Peers
@@ -211,6 +213,68 @@ class Job:
             dist.destroy_process_group()
         self._close()
         failures.uninstall_excepthook()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all data ranks in rank order, with gradient, for losses that compare samples.
+
+        The gradient of a row is the sum of the gradients that all ranks compute for it. See
+        [gathered losses](../howto/losses.md#gathered-losses) for the loss to compute from the result.
+
+        Args:
+            tensor: Shape (rows, ...), on the job's device. The numbers of rows of the ranks may differ.
+
+        Returns:
+            Shape (rows of all ranks, ...). A padding micro-batch sends no row: only its own rank sees it,
+            behind those of the others. In a job of one process, `tensor` itself.
+
+        Raises:
+            StepError: on all ranks: the ranks' tensors differ in dtype, in other dimensions, or in whether
+                they require a gradient; the step has several micro-batches on a rank; some ranks do not
+                call it.
+            ConfigError: the mesh has a pipeline.
+
+        Cost: the ranks also exchange the numbers of rows on the host, so each waits for the slowest.
+
+        Collective: all ranks, in each micro-batch; its backward too.
+        """
+        self.refuse_if_left()
+        num_micro_batches, is_padding = current_step.forward
+        if num_micro_batches > 1:
+            raise StepError(
+                f"all_gather was called in a step of {num_micro_batches} micro-batches.",
+                where=self.where(),
+                why="it gathers one micro-batch of each rank, so the loss would depend on the number of "
+                "ranks.",
+                fix="use one micro-batch for each rank: leave micro_batch out, or use a smaller "
+                "global_batch.",
+            )
+        if self.mesh is not None and self.mesh.pp > 1:
+            raise ConfigError(
+                "all_gather cannot be used in a pipeline.",
+                where=self.where(),
+                why="only the ranks of the last stage compute the loss.",
+                fix="use fsdp or tensor_parallel for this model.",
+            )
+        if self.exchange is None:
+            return tensor
+        rows = 0 if is_padding else len(tensor)
+        kind = [str(tensor.dtype), list(tensor.shape[1:]), tensor.requires_grad]
+        everyone = self.exchange.gather("all_gather", [rows, kind])
+        refuse_different_values(
+            "dtype, shape of a row, and requires_grad of the tensor of all_gather",
+            [kind for _, kind in everyone],
+            where=self.where(),
+        )
+        if self.data.group is None:
+            return tensor
+        sizes = [everyone[rank][0] for rank in self.data.reporters]
+        try:
+            gathered: torch.Tensor = AllGather.apply(  # type: ignore[no-untyped-call]
+                tensor, sizes, self.data.rank, self.data.group
+            )
+        except RuntimeError as error:
+            self.reraise(error)
+        return gathered
 
     def wait_for_all_ranks(self, call: str) -> None:
         """Wait until all ranks make this call, however long they work; a rank that has ended is an error.
@@ -392,7 +456,7 @@ def join(
             torch.get_device_module(own_device).set_device(own_device)
         _choose_threads(job)
         _seed_everything(seed)
-        current_step.step, current_step.stage = 0, None
+        current_step.step, current_step.forward, current_step.stage = 0, OUTSIDE, None
         if info.world_size > 1:
             _connect(job, info, chosen_backend, store)
             wait_before_forks()

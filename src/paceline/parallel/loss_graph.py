@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.job.all_gather import AllGather
+
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -26,12 +28,14 @@ def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
 
     A mean over no tokens may be 0/0. Its gradient is then NaN, and stays NaN times a weight of 0.
     """
-    # At the nodes before the leaves: the graphs of other micro-batches share the leaves.
-    return [
-        node.register_hook(_zeros)
-        for node in list(_nodes(loss))
-        if any(_is_leaf(each) for each, _ in node.next_functions)
-    ]
+    hooks = []
+    for node in list(_nodes(loss)):
+        # At the nodes before the leaves: the graphs of other micro-batches share the leaves.
+        if any(_is_leaf(each) for each, _ in node.next_functions):
+            hooks.append(node.register_hook(_zeros))
+        if type(node).__name__ == f"{AllGather.__name__}Backward":  # sends gradients to other ranks
+            hooks.append(node.register_prehook(_zeros))
+    return hooks
 
 
 def _nodes(loss: torch.Tensor, excluded: Collection[Any] = ()) -> Iterator[Any]:
@@ -49,5 +53,5 @@ def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def _zeros(inputs: _Gradients, _: _Gradients) -> _Gradients:
-    return tuple(None if g is None else torch.zeros_like(g) for g in inputs)
+def _zeros(gradients: _Gradients, *_: _Gradients) -> _Gradients:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)

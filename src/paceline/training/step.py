@@ -29,6 +29,8 @@ from paceline.clock.step_clock import (
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import ConfigError, NonFinite, StepError, listed
+from paceline.job import current_step
+from paceline.job.current_step import OUTSIDE, Forward
 from paceline.job.exchange import IN_SUM
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
@@ -79,6 +81,7 @@ class StepContext:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
         self.precision.leave()
         self.strategy.leave_step()
+        current_step.forward = OUTSIDE
 
     def start_of(
         self, loss: torch.Tensor, divisor: float, count: int | torch.Tensor
@@ -196,6 +199,7 @@ class Step:
             yield micro.batch
             context.precision.leave()
             self._micro = None
+            current_step.forward = OUTSIDE
             if any(record.needs_backward for record in self._records):
                 raise self._error(
                     f"micro-batch {self._num_begun} of {planned.num_micro_batches} had no "
@@ -215,6 +219,7 @@ class Step:
         context = self._context
         self._num_begun += 1
         self._micro = micro
+        current_step.forward = Forward(self._planned.num_micro_batches, micro.is_padding)
         if context.checks_rows:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
         for record in self._records:
