@@ -23,6 +23,11 @@ def used_leaves(loss: torch.Tensor, *, excluded: Collection[Any]) -> list[torch.
     return [node.variable for node in _nodes(loss, excluded) if _is_leaf(node)]
 
 
+def uses_all_gather(loss: torch.Tensor) -> bool:
+    """Whether a loss is computed from the result of `job.all_gather`."""
+    return any(map(_is_all_gather, _nodes(loss)))
+
+
 def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
     """Have the backward of `loss` give zeros to all parameters, until the hooks are removed.
 
@@ -33,7 +38,7 @@ def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
         # At the nodes before the leaves: the graphs of other micro-batches share the leaves.
         if any(_is_leaf(each) for each, _ in node.next_functions):
             hooks.append(node.register_hook(_zeros))
-        if type(node).__name__ == f"{AllGather.__name__}Backward":  # sends gradients to other ranks
+        if _is_all_gather(node):  # sends gradients to other ranks
             hooks.append(node.register_prehook(_zeros))
     return hooks
 
@@ -51,6 +56,10 @@ def _nodes(loss: torch.Tensor, excluded: Collection[Any] = ()) -> Iterator[Any]:
 
 def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
+
+
+def _is_all_gather(node: Any) -> bool:
+    return type(node).__name__ == f"{AllGather.__name__}Backward"
 
 
 def _zeros(gradients: _Gradients, *_: _Gradients) -> _Gradients:

@@ -23,6 +23,7 @@ from paceline import torch_private
 from paceline.errors import StepError
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.parallel.loss_graph import uses_all_gather
 
 Reduction = Literal["sum", "mean"]
 
@@ -226,7 +227,7 @@ def check_loss(
         )
     # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
-    if count is None or total is None or total.device.type != "cpu":
+    if count is None or total is None or total.device.type != "cpu" or uses_all_gather(loss):
         return
     if float(total) != count and float(total) != count * _targets_per_sample(node, count):
         raise StepError(
