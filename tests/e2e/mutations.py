@@ -201,14 +201,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
             is_note=True,
         ),
         Mutation(
-            "sum_over_ranks_forgotten",
-            "step of one process",
-            ".backward()",
-            "(loss * world_size / count).backward()",
-            "(loss / count).backward()",
-            is_note=True,  # Adam takes the factor out
-        ),
-        Mutation(
             "no_sync_on_the_last",
             "weights",
             "optimizer.step",
@@ -249,14 +241,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
         ),
     ],
     "by_hand": [
-        Mutation(
-            "gradients_not_divided",
-            "step of one process",
-            "dist.all_reduce(p.grad)",
-            "        p.grad /= dist.get_world_size()\n",
-            "",
-            is_note=True,  # Adam takes the factor out
-        ),
         Mutation(
             "one_layer_not_divided",
             "step of one process",
@@ -532,6 +516,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
             "schedule.step(loss)",
             "        dist.all_reduce(sums)\n        return (sums[0] / sums[1]).item()\n",
             "        own = (sums[0] / sums[1]).item()\n        dist.all_reduce(sums)\n        return own\n",
+            is_note=True,  # no rank has lowered its rate yet
         ),
         Mutation(
             "sums_reduced_again",
@@ -596,7 +581,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
             "files",
             "torch.load(",
             "        torch.save(saved, PATH)\n    dist.barrier()\n",
-            "        torch.save(saved, PATH)\n",
+            "        torch.save(saved, PATH)\n    __import__('time').sleep(0.5)\n",
             is_note=True,
         ),
         Mutation(
