@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -39,7 +39,9 @@ class Batches:
             then it is the loader's batch size times the number of ranks.
         micro_batch: The largest number of samples in one forward of one rank. None sets no limit: a rank
             computes its share of a step in one forward. With `reproducible=True` ranks share whole
-            micro-batches, so None is then the batch size of a `DataLoader`.
+            micro-batches, so None is then the batch size of a `DataLoader`. "auto" starts with a rank's whole
+            share, and halves it on all ranks while a rank runs out of memory; see
+            [data](../howto/data.md#a-micro-batch-that-fits).
         shuffle: Use a new permutation in each epoch. None means True for a map-style dataset and False
             for a stream; shuffle a stream inside the dataset. Not for a `DataLoader`.
         workers: Loader processes of each rank; 0 loads in this process. None means 0, or the loader's number.
@@ -55,7 +57,8 @@ class Batches:
         num_samples: Samples of an epoch; None for a stream.
         steps_per_epoch: Steps of an epoch; None for a stream.
         global_batch: As given, or of the loader; never None.
-        micro_batch: As given, or `global_batch`; never None.
+        micro_batch: As given, or `global_batch`; never None. With "auto" the present one.
+        is_auto: Whether `micro_batch="auto"` was given.
         may_drop_samples: Whether a micro-batch may have fewer samples than were read for it.
 
     Raises:
@@ -73,7 +76,7 @@ class Batches:
         dataset: Any,
         *,
         global_batch: int | None = None,
-        micro_batch: int | None = None,
+        micro_batch: int | Literal["auto"] | None = None,
         shuffle: bool | None = None,
         workers: int | None = None,
         sample_randomness: bool = True,
@@ -105,6 +108,18 @@ class Batches:
                 shuffle=shuffle is not False and not stream,
                 drop_last=bool(drop_last),
             )
+        self.is_auto = micro_batch == "auto"
+        if micro_batch == "auto":
+            if source.num_samples is None:
+                raise ConfigError(
+                    'micro_batch="auto" cannot be used with a stream.',
+                    why="a step that does not fit into memory is read again, and a stream is read once.",
+                    fix="give a number, or use a map-style dataset.",
+                    option="micro_batch",
+                )
+            require_integers(1, global_batch=global_batch)
+            assert global_batch is not None
+            micro_batch = -(-global_batch // job.data.size)
         # In reproducible mode; see `align`.
         aligned_micro_batch = micro_batch or source.batch_size
         micro_batch = global_batch if micro_batch is None else micro_batch
@@ -138,7 +153,7 @@ class Batches:
         agreed = {
             "samples": self.num_samples,
             "global_batch": global_batch,
-            "micro_batch": micro_batch,
+            "micro_batch": "auto" if self.is_auto else micro_batch,
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
@@ -171,6 +186,7 @@ class Batches:
                 axis.size,
                 sampled=self._sampled,
                 drop_last=source.drop_last,
+                closes_with_padding=self.is_auto,
             )
             self._samples = samples = Samples(
                 source.dataset,
@@ -181,6 +197,9 @@ class Batches:
             self._loader = MapLoader(job, self._plan, samples, source.workers, source.worker_init)
         self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
+        # With "auto", what `iterate` was called with, and the steps that are left.
+        self._steps: Iterator[PlannedStep] = iter(())
+        self._epochs, self._equal = 0, False
 
     def __iter__(self) -> Iterator[Any]:
         """Not iterable: the steps come from a training. Raises StepError. Collective: none."""
@@ -317,7 +336,27 @@ class Batches:
         if self._num_workers and position.epoch < epochs and self._unregister is None:
             self._unregister = self._job.on_leave(self.close)
         steps = self._loader.steps(position, epochs, equal)
+        if self.is_auto:
+            self._steps, self._epochs, self._equal = steps, epochs, equal
+            return self._newest_steps()
         return steps if self._plan is not None else clock.each(DATA, steps)
+
+    def _newest_steps(self) -> Iterator[PlannedStep]:
+        """The steps of `self._steps`, which `cut_again` replaces."""
+        while (step := next(self._steps, None)) is not None:
+            yield step
+
+    def cut_again(self, step: PlannedStep, micro_batch: int) -> PlannedStep:
+        """The same step in smaller micro-batches, as those after it are from now on; reads it again.
+
+        Collective: all ranks.
+        """
+        assert self._plan is not None
+        assert isinstance(self._loader, MapLoader)
+        self.micro_batch = micro_batch
+        self._loader.plan = self._plan = replace(self._plan, micro_batch=micro_batch)
+        self._steps = self._loader.steps(step.position, self._epochs, self._equal)
+        return next(self._steps)
 
     def close(self) -> None:
         """End the loader workers. Leaving the job also ends them. Collective: none."""

@@ -69,8 +69,8 @@ class MicroBatch:
         places: places in the epoch of its samples.
         offset: the first of them. It identifies the micro-batch on any number of ranks.
         is_last: whether it is this rank's last micro-batch of the step.
-        is_padding: whether it is one real sample that must have weight 0, given to a rank that has fewer
-            micro-batches than others.
+        is_padding: whether it is a real sample, or two, that must have weight 0, given to a rank that has
+            fewer micro-batches than others, or to all ranks with `micro_batch="auto"`.
     """
 
     __slots__ = ("batch", "count", "is_last", "is_padding", "offset", "places")
@@ -127,6 +127,11 @@ class PlannedStep:
         self.ends_epoch = ends_epoch
         self.num_micro_batches = num_micro_batches
         self._micro_batches = micro_batches
+
+    @property
+    def position(self) -> Position:
+        """The position of this step."""
+        return Position(self._seed, self.epoch, self.offset)
 
     @property
     def next_position(self) -> Position:
@@ -210,6 +215,7 @@ class Plan:
         sampled: gives the order of `(seed, epoch)` from a sampler, instead of `shuffle`. A sample may occur
             several times in such an order, or not at all.
         drop_last: leave a smaller last step of an epoch out.
+        closes_with_padding: with `equal`, end each step with a padding micro-batch on every rank.
     """
 
     num_samples: int
@@ -221,6 +227,7 @@ class Plan:
     aligned: bool = False
     sampled: Callable[[int, int], Order] | None = None
     drop_last: bool = False
+    closes_with_padding: bool = False
 
     def end(self, offset: int) -> int:
         """The place where an epoch ends whose steps begin at `offset`. Samples from there on are not used."""
@@ -270,6 +277,9 @@ class Plan:
         most = max_micro_batches(num_samples, self.micro_batch, self.size) if equal else own
         for _ in range(most - own):
             yield 0, 1, True
+        if equal and self.closes_with_padding:
+            # Two samples, because BatchNorm cannot normalise one.
+            yield 0, min(2, self.micro_batch, num_samples), True
 
 
 def max_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:

@@ -39,6 +39,7 @@ from paceline.parallel.loss_graph import discard_gradients
 from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
+from paceline.training.auto_micro_batch import AutoMicroBatch
 from paceline.training.control_word import Control, MicroBatchLoss, name_samples
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -58,6 +59,7 @@ class StepContext:
         token_divisor: With count="tokens", what losses are divided by until the total of tokens is known.
         check_losses_until: Losses of steps below this number are checked for being sums.
         skips_non_finite: Whether a step is left out if its gradient is NaN or infinite.
+        auto: With `micro_batch="auto"`: repeats steps that run out of memory.
         num_skipped: Steps that were left out for that since this training was made.
     """
 
@@ -73,6 +75,7 @@ class StepContext:
     token_divisor: float
     check_losses_until: int = 0
     skips_non_finite: bool = False
+    auto: AutoMicroBatch | None = None
     num_skipped: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, torch.dtype, torch.device] | None = None
@@ -172,6 +175,12 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         self._refuse_second_loop()
+        if self._context.auto is not None:
+            raise self._error(
+                'micro_batch="auto" cannot be used with a loop over the micro-batches.',
+                why="a step that runs out of memory is repeated, and a loop cannot be.",
+                fix="step.run(loss_fn), where loss_fn(batch) returns the loss; or give a number.",
+            )
         return self._run_micro_batches()
 
     def _refuse_second_loop(self) -> None:
@@ -247,7 +256,21 @@ class Step:
 
         Collective: all ranks.
         """
-        self._context.strategy.run(_LossRun(self, loss_fn, reduction))
+        run = _LossRun(self, loss_fn, reduction)
+        if self._context.auto is not None:
+            self._refuse_second_loop()
+            self._context.auto.run(run.run_loop, self.begin_again)
+        else:
+            self._context.strategy.run(run)
+
+    def begin_again(self, cut: Callable[[PlannedStep], PlannedStep]) -> None:
+        """Forget what was done in this step; `cut` gives its new micro-batches. For `AutoMicroBatch`."""
+        self._context.leave_step()
+        for record in self._records:
+            record.trained.clear_gradients()
+        self._records = [_Record(record.trained) for record in self._records]
+        self._planned = cut(self._planned)
+        self._micro, self._num_begun, self._micro_losses = None, 0, []
 
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
@@ -694,10 +717,14 @@ class _LossRun:
         self._micros: list[MicroBatch] = []
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    def run_loop(self) -> None:
+    def run_loop(self, before_last: Callable[[], None] | None = None) -> None:
+        """Run the loop, and `before_last` before the forward of the last micro-batch."""
         step = self._step
-        for batch in step:
+        step._refuse_second_loop()
+        for batch in step._run_micro_batches():
             assert step._micro is not None
+            if before_last is not None and step._micro.is_last:
+                before_last()
             loss, count = step._loss_and_count(self._loss_fn(batch), step._micro)
             step.backward(loss, count=count, reduction=self._given)
 

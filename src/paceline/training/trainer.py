@@ -123,7 +123,8 @@ class Trainer:
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
-        micro_batch: Largest forward of one rank, in samples. None is a rank's whole share.
+        micro_batch: Largest forward of one rank, in samples. None is a rank's whole share, "auto" the
+            largest that fits; see `Batches`.
         workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
         count: "samples", or "tokens" to give each token the same weight; see `Training`.
         precision: "fp32", "bf16" or "fp16".
@@ -153,7 +154,7 @@ class Trainer:
     data: Any
     _: KW_ONLY
     global_batch: int | None = None
-    micro_batch: int | None = None
+    micro_batch: int | Literal["auto"] | None = None
     workers: int | None = None
     count: str = "samples"
     precision: str = "fp32"

@@ -40,6 +40,7 @@ from paceline.parallel.modules import equalize_buffers, is_split
 from paceline.parallel.strategies import strategy_for
 from paceline.parallel.strategy import Strategy
 from paceline.training import dry_run, weight
+from paceline.training.auto_micro_batch import AutoMicroBatch
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
 from paceline.training.optimizers import trained_optimizers
@@ -158,6 +159,8 @@ class Training:
             skips_non_finite=skips,
         )
         self.precision = self._context.precision.name
+        if batches.is_auto:
+            self._context.auto = AutoMicroBatch(job, batches, self.models, self._context.strategy)
         self._context.strategy.check()
         self._context.strategy.check_precision(self.precision, skips_non_finite=skips)
         self._start = Position(job.seed, 0, 0)  # or the loaded one
