@@ -69,8 +69,8 @@ class MicroBatch:
         places: places in the epoch of its samples.
         offset: the first of them. It identifies the micro-batch on any number of ranks.
         is_last: whether it is this rank's last micro-batch of the step.
-        is_padding: whether it is a real sample, or two, that must have weight 0, given to a rank that has
-            fewer micro-batches than others, or to all ranks with `micro_batch="auto"`.
+        is_padding: whether it is one real sample that must have weight 0, given to a rank that has fewer
+            micro-batches than others, or to all ranks with `micro_batch="auto"`.
     """
 
     __slots__ = ("batch", "count", "is_last", "is_padding", "offset", "places")
@@ -278,8 +278,7 @@ class Plan:
         for _ in range(most - own):
             yield 0, 1, True
         if equal and self.closes_with_padding:
-            # Two samples, because BatchNorm cannot normalise one.
-            yield 0, min(2, self.micro_batch, num_samples), True
+            yield 0, 1, True
 
 
 def max_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:

@@ -91,13 +91,12 @@ class AutoMicroBatch:
             begin_again(self._cut)
 
     def _succeeds(self, run_loop: Callable[[Callable[[], None]], None]) -> bool:
-        several = self._job.data.size > 1
-        saved: list[torch.Tensor] | None = None
+        is_agreed = False
 
         def before_last() -> None:
-            nonlocal saved
-            if several:
-                saved = self._saved_buffers()
+            nonlocal is_agreed
+            if self._job.data.size > 1:  # else the last one is not the padding
+                is_agreed = True
                 if self._agree(failed=False):
                     raise _FailedElsewhere
 
@@ -106,12 +105,10 @@ class AutoMicroBatch:
         except _FailedElsewhere:
             return False
         except torch.OutOfMemoryError:
-            if saved is not None:
+            if is_agreed:
                 raise  # in the padding micro-batch, while the others are in its collectives
             self._agree(failed=True)
             return False
-        if saved is not None:
-            self._restore(saved)  # the padding micro-batch may have changed them
         return True
 
     def _agree(self, *, failed: bool) -> bool:
