@@ -14,19 +14,16 @@ import pytest
 from paceline.audit.events import (
     BackwardBegun,
     BatchGiven,
-    DDPBuilt,
     Event,
     ForwardBegun,
     ForwardEnded,
     LoaderSeen,
-    OptimizerStepBegun,
-    OptimizerStepEnded,
     PassBegun,
     PassExhausted,
     SamplesLoaded,
     SeedSet,
 )
-from paceline.audit.evidence import RankLog, Run, _without_pretraining
+from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.order import order_of_passes
 from paceline.audit.rules.random_numbers import random_numbers
 from paceline.audit.rules.rule import Case, Finding, NoFault, NotJudged
@@ -435,16 +432,3 @@ def test_workers_that_draw_for_their_samples(worker: int | None, state: int, fou
     ranks = [replace(log, fetches=loads)] + [replace(log, fetches=loads if worker is None else [])]
     judged = random_numbers(case_of(ranks))
     assert isinstance(judged, found), judged
-
-
-@pytest.mark.parametrize("exchanges", [False, True])
-def test_a_baseline_that_each_rank_trains_alone(exchanges: bool) -> None:
-    """Ranks train one model alike before they build the first DDP; that is not judged."""
-    logs = []
-    for rank in range(2):
-        events = [] if exchanges else forwards([1, 2, 3], drew=["torch"])
-        events += [OptimizerStepBegun(step=1), OptimizerStepEnded(step=1), DDPBuilt(group_size=2)]
-        events += forwards([1, 2, 3] if exchanges else [rank, 2 + rank, 4 + rank], drew=["torch"])
-        logs.append(RankLog(rank, events, []))
-    judged = random_numbers(case_of(_without_pretraining(logs)))
-    assert isinstance(judged, Finding) == exchanges, judged

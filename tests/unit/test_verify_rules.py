@@ -289,18 +289,6 @@ def test_half_a_line_ends_the_log(tmp_path: Path) -> None:
     assert evidence.read_logs(tmp_path, 2)[1].events == []
 
 
-def test_a_training_before_the_first_ddp_is_left_out(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
-    pass_, batch = PassBegun(loader="a"), BatchGiven(loader="a")
-    before = [SeedSet(), pass_, batch, BackwardBegun(), OptimizerStepEnded(step=9)]
-    after = [DDPBuilt(group_size=2), batch, OptimizerStepEnded(step=1)]
-    for event in (*before, *after):
-        recorder.write(event)
-    log = evidence.read_logs(tmp_path, 1)[0]
-    assert list(map(type, log.events)) == [SeedSet, *map(type, after)]
-    assert (log.steps, log.passes) == (1, {})
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_values_without_readable_content_count_by_their_representation() -> None:
     values: list[Any] = [

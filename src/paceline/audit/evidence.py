@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -18,16 +18,13 @@ from paceline.audit.events import (
     Clipped,
     CollectiveBegun,
     CollectiveEnded,
-    DDPBuilt,
     EndedByVerify,
     Event,
-    EventInStep,
     ForwardBegun,
     ForwardEnded,
     GradientsCleared,
     LoaderSeen,
     ModelSeen,
-    NumberRead,
     OptimizerStepBegun,
     OptimizerStepEnded,
     PassBegun,
@@ -43,17 +40,6 @@ E = TypeVar("E", bound=Event)
 
 # What changes gradients and weights after a backward.
 UpdateCall = Unscaled | Clipped | ScalerStepped | OptimizerStepBegun
-
-# What a rank does in a loop.
-_OF_LOOP = (
-    EventInStep
-    | BackwardEnded
-    | CollectiveEnded
-    | GradientsCleared
-    | NumberRead
-    | OptimizerStepEnded
-    | UpdateCall
-)
 
 # Where a rank waits for others: a collective of the script, or of DDP in a forward or a backward.
 Call = CollectiveBegun | ForwardBegun | BackwardBegun
@@ -390,10 +376,7 @@ class Run:
 
 
 def read_logs(folder: Path, world_size: int) -> list[RankLog]:
-    """The logs of a run's ranks; empty for a rank that wrote nothing.
-
-    They are without the loop of a training before the first DDP, which the files contain.
-    """
+    """The logs of a run's ranks; empty for a rank that wrote nothing."""
     logs = []
     for rank in range(world_size):
         events = list(_events(folder / f"rank{rank}.jsonl"))
@@ -405,21 +388,7 @@ def read_logs(folder: Path, world_size: int) -> list[RankLog]:
                 else:
                     events.append(event)
         logs.append(RankLog(rank, events, fetches))
-    return _without_pretraining(logs)
-
-
-def _without_pretraining(logs: list[RankLog]) -> list[RankLog]:
-    """The logs without a training before the first DDP, as some ranks may do one alone."""
-    before = [list(takewhile(lambda e: not isinstance(e, DDPBuilt), log.events)) for log in logs]
-    trains = any(isinstance(event, OptimizerStepEnded) for own in before for event in own)
-    if not trains or not all(log.first(DDPBuilt) for log in logs):
-        return logs
-    return [
-        replace(
-            log, events=[e for e in own if not isinstance(e, _OF_LOOP)] + log.events[len(own) :]
-        )
-        for log, own in zip(logs, before, strict=True)
-    ]
+    return logs
 
 
 def _events(path: Path) -> Iterator[Event]:

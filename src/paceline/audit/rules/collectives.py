@@ -127,13 +127,21 @@ def _fault(case: Case, sequences: list[list[Call]], number: int) -> Finding:
             evidence=f"batches of the ranks in that pass: {', '.join(map(str, batches))}",
             effect="the other ranks wait forever",
         )
+    hung = ["the run hung"] if case.ordinary.hung else []
     others = [
         f"rank {rank} was in {_op(other)} at {other.at}" if other else f"rank {rank} called none"
         for rank, other in enumerate(calls)
         if rank not in ranks
     ]
+    if len(ranks) == len(sequences):
+        each = (f"rank {r} is in {_op(c)} at {c.at}" for r, c in enumerate(calls) if c is not None)
+        what = f"the ranks enter collectives in different orders: {', '.join(each)}."
+        effect = "each rank waits for the others in its call"
+    else:
+        what = f"only {name_ranks(ranks, case.world_size)} entered {_op(call)} at {call.at}."
+        effect = f"{len(ranks)} of {case.world_size} ranks wait for the others in this call"
     return Finding(
-        what=f"only {name_ranks(ranks, case.world_size)} entered {_op(call)} at {call.at}.",
+        what=what,
         at=call.at,
         ranks=ranks,
         step=call.steps_done + 1,
@@ -142,9 +150,8 @@ def _fault(case: Case, sequences: list[list[Call]], number: int) -> Finding:
         "waits forever or meets another collective.",
         fix="call it on every rank; a condition around it, or one that ends a loop, must be the same on all "
         "ranks.",
-        evidence=f"collective number {number + 1}: {', '.join(others)}"
-        + ("; the run hung" if case.ordinary.hung else ""),
-        effect=f"{len(ranks)} of {case.world_size} ranks wait for the others in this call",
+        evidence="; ".join([f"collective number {number + 1}", *others, *hung]),
+        effect=effect,
     )
 
 
@@ -168,7 +175,9 @@ def _ranks_with_extra_call(
     sending = [rank for rank, call in enumerate(calls) if call and isinstance(call, ForwardBegun)]
     if 0 < len(sending) < len(sequences):
         extra = sending
-    ranks = extra if 0 < len(extra) < len(sequences) else outliers(keys)
+    if len(extra) == len(sequences):
+        return extra  # each is in a call that the others enter next
+    ranks = extra or outliers(keys)
     entered = [rank for rank, call in enumerate(calls) if call is not None]
     return [rank for rank in ranks if rank in entered] or entered
 
