@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from small_gpt import GPT, make_tokens, token_loss, wrap
 from small_trainings import check_messages, make_data, refusals, train
@@ -156,6 +157,109 @@ def test_one_update_clips_together_and_steps_all_optimizers(tmp_path: Path, npro
     for found in run_ranks(_trained_by_two, tmp_path, 3, nproc=nproc):  # resumes
         for how, got in found.items():
             assert got == pytest.approx(want, rel=1e-9), how
+
+
+def _muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[assignment] # Newton-Schulz, without rounding
+    named = list(model.named_parameters())
+    matrices = {name for name, p in named if p.ndim == 2 and "layers" in name}
+    return [
+        torch.optim.Muon([p for name, p in named if name in matrices], lr=0.02),
+        torch.optim.AdamW([p for name, p in named if name not in matrices], lr=0.01),
+    ]
+
+
+def _trained_by_muon(job: Any) -> list[State]:
+    found = []
+    for exact in (False, True) if job.mesh is None else (False,):
+        net = GPT().double()
+        model = wrap(job, net)
+        batches = paceline.Batches(
+            job, make_tokens(12), global_batch=4, micro_batch=1, shuffle=False
+        )
+        training = paceline.Training(
+            job, model, _muon_and_adamw(model), batches, count="tokens", reproducible=exact
+        )
+        found.append(train(training, token_loss, until=3).weights)
+    return found
+
+
+MUON = {
+    "ddp on 3": (3, None),
+    "fsdp on 3": (3, Mesh(dp_shard=3)),
+    "hybrid on 4": (4, Mesh(dp_replicate=2, dp_shard=2)),
+    "fsdp x tp on 4": (4, Mesh(dp_shard=2, tp=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp on 3", *(pytest.param(x, marks=pytest.mark.slow) for x in MUON if x != "fsdp on 3")],
+)
+def test_muon_beside_adamw_orthogonalises_whole_matrices(layout: str, monkeypatch: Any) -> None:
+    """Newton-Schulz of the rows of one rank would give other weights."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.bfloat16)  # restores it
+    model = GPT().double()
+    optimizers = _muon_and_adamw(model)
+    tokens = make_tokens(12).tensors
+    for i in range(0, 12, 4):
+        loss, count = token_loss(model, [each[i : i + 4] for each in tokens])
+        (loss / count).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    nproc, mesh = MUON[layout]
+    for found in run_ranks(_trained_by_muon, nproc=nproc, mesh=mesh):
+        for weights in found:
+            for (name, got), want in zip(weights.items(), model.parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10, msg=name)
+
+
+class AveragingSGD(torch.optim.SGD):
+    """Averages the gradients of the ranks, as an optimizer does that is made for a loop without DDP."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        return super().step(closure)
+
+
+def _trained_by_averaging(job: Any) -> list[list[float]]:
+    """With the gradients that DDP has averaged, and with those of each rank."""
+    found = []
+    for is_local in (False, True):
+        net = Net().double()
+        model: Any = paceline.ddp(job, net)
+        if is_local:
+            model.register_comm_hook(None, lambda _, bucket: _kept(bucket.buffer()))
+        optimizer = AveragingSGD(net.parameters(), lr=0.1, momentum=0.9)
+        data = make_data(18, torch.float64)
+        batches = paceline.Batches(job, data, global_batch=7, micro_batch=1, shuffle=False)
+        train(paceline.Training(job, model, optimizer, batches, desync_every=0), until=3)
+        found.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist())
+    return found
+
+
+def _kept(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+@pytest.mark.ci
+def test_an_optimizer_may_average_summed_or_local_gradients() -> None:
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = make_data(18, torch.float64).tensors
+    for begin, end in ((0, 7), (7, 14), (14, 18)):
+        F.cross_entropy(net(x[begin:end]), y[begin:end]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
+    for found in run_ranks(_trained_by_averaging, nproc=3):
+        for got in found:
+            assert got == pytest.approx(want, rel=1e-9)
 
 
 def _gan(job: Any, precision: str, count: str) -> list[float]:
