@@ -101,11 +101,6 @@ NAMES = (
         why="DDP reports an unfinished reduction only in its next forward",
         without="a parameter that a backward did not reach is reported one step later, by torch",
     ),
-    PrivateName(
-        "torch._subclasses.FakeTensorMode",
-        why="no public tensor without values names the device of another tensor",
-        without="models that ask a tensor for its device between their layers cannot be pipelines",
-    ),
     # clock
     PrivateName(
         "torch.autograd.Variable._execution_engine",
@@ -147,6 +142,11 @@ NAMES = (
         "torch.amp.GradScaler._found_inf_per_device",
         why="the scaler has no public way to tell which of several optimizers it did not step",
         without="schedules also advance in steps that the loss scaler skips",
+    ),
+    PrivateName(
+        "torch.amp.GradScaler._unscale_grads_",
+        why="the scaler has no public way to agree over ranks that hold different gradients",
+        without="precision='fp16' is refused if the model is split over ranks",
     ),
     PrivateName(
         "torchmetrics.Metric._reductions",

@@ -31,9 +31,25 @@ LAYOUTS = {
     "pp on 2": Mesh(pp=2),
     "pp on 4": Mesh(pp=4),
     "pp x replicas on 4": Mesh(pp=2, dp_replicate=2),
+    "pp x fsdp on 4": Mesh(pp=2, dp_shard=2),
+    "pp x tp on 4": Mesh(pp=2, tp=2),
+    "pp x tp x fsdp on 8": Mesh(pp=2, tp=2, dp_shard=2),
+    "pp x tp x replicas on 8": Mesh(pp=2, tp=2, dp_replicate=2),
+    "pp x hsdp on 8": Mesh(pp=2, dp_replicate=2, dp_shard=2),
 }
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
-STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp x fsdp on 4", "pp on 2"]
+STORED = [
+    *(
+        "1 rank",
+        "ddp on 2",
+        "fsdp on 4",
+        "hsdp on 4",
+        "tp x fsdp on 4",
+        "pp on 2",
+        "pp x fsdp on 4",
+    ),
+    "pp x tp x fsdp on 8",
+]
 FAST = ["ddp on 2", "fsdp on 2", "tp on 2", "pp on 2"]
 REST = [name for name in LAYOUTS if name not in ("fsdp on 2", "pp on 2")]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in FAST]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from small_gpt import GPT, make_tokens, token_loss
+from small_gpt import GPT, make_tokens, token_loss, wrap
 from small_trainings import (
     Trained,
     assert_close,
@@ -30,11 +30,14 @@ import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
 from paceline.errors import ConfigError, RankDisagreement, StepError
+from paceline.parallel.modules import local
 from paceline.testing import run_ranks
 
 PP2 = (2, Mesh(pp=2))
 PP4 = (4, Mesh(pp=4))
 PP_DP = (4, Mesh(pp=2, dp_replicate=2))
+PP_FSDP = Mesh(pp=2, dp_shard=2)
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 def _wrap(job: Any, net: nn.Module, **options: Any) -> nn.Module:
@@ -163,7 +166,7 @@ class Masked(nn.Module):
 
 FORMS: list[tuple[str, dict[str, bool]]] = [
     (schedule, options)
-    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    for schedule in SCHEDULE_NAMES
     for options in ({}, {"checkpointed": True}, {"named": True})
 ]
 FORMS.append(("1f1b", {"reused": True}))
@@ -349,9 +352,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "rounds": lambda job: _split(job, split=["second", "third"], schedule="interleaved"),
     "few": lambda job: paceline.pipeline(job, nn.Sequential(nn.Linear(4, 3))),
     "schedule": lambda job: _split(job, schedule="dualpipe"),
-    "example": lambda job: _split(job, example=torch.ones(1, 4)),
     "alone": lambda job: _run_step(job, Simple()),
-    "fp16": lambda job: _run_step(job, _split(job), precision="fp16"),
     "exact": lambda job: _run_step(job, _split(job), reproducible=True),
     "early": _early,
     "models": _with_two_models,
@@ -382,10 +383,6 @@ def _wrong(job: Any, kind: str) -> None:
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     kinds = [*WRONG, *CHANGES]
     check_messages("pipeline", run_ranks(refusals, _wrong, kinds, nproc=2, mesh=Mesh(pp=2)))
-
-
-def _recomputing(m: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
-    return m.last(checkpoint(lambda h: m.third(2 * h), h, use_reentrant=False))
 
 
 def _without_gradients(m: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
@@ -436,17 +433,12 @@ IN_A_STEP: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "the first argument of third is a tuple, not a floating-point tensor",
         lambda job: _run_step(job, _split(job, Simple(lambda m, x, h: m.third((h, h))))),
     ),
-    "recomputed": (
-        ConfigError,
-        "third is computed again in the backward with a value of an earlier stage",
-        lambda job: _run_step(job, _split(job, Simple(_recomputing))),
-    ),
     "no gradients": (
         ConfigError,
         "`forward` calls third without gradients",
         lambda job: _run_step(job, _split(job, Simple(_without_gradients))),
     ),
-    "replaced": (ConfigError, "last was replaced after paceline.pipeline", _replaced),
+    "replaced": (ConfigError, "`forward` does not call last", _replaced),
     "mean": (
         StepError,
         "the loss is a mean",
@@ -471,7 +463,7 @@ IN_A_STEP: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 # Of a forward without gradients, on the second stage.
 UNFIT_LATER: dict[str, tuple[str, Callable[..., Any]]] = {
     "skip": (
-        "`first` is on another stage, so `first.bias` cannot be read on this rank",
+        "`forward` needs `first.bias`, which this rank does not have",
         lambda m, x, h: m.last(m.third(h) + m.first.bias),
     ),
     "two values": (
@@ -486,9 +478,13 @@ UNFIT_LATER: dict[str, tuple[str, Callable[..., Any]]] = {
         "`forward` returns a tensor that it computes from a value of an earlier stage",
         lambda m, x, h: m.last(m.third(h)) + h[:, :3],
     ),
-    "parameters": (
-        "the `forward` of Simple raised StopIteration",
-        lambda m, x, h: m.last(m.third(h)).to(next(m.parameters()).dtype),
+    "value": (
+        "`forward` needs a value of another stage for `__bool__`, which this rank does not have",
+        lambda m, x, h: m.last(m.third(h if h.mean() > 0 else -h)),
+    ),
+    "written": (
+        "`forward` needs a value of another stage for `__setitem__`",
+        lambda m, x, h: (x.__setitem__(0, h[0]), m.last(m.third(h)))[1],
     ),
 }
 
@@ -511,7 +507,7 @@ def test_an_error_of_any_stage_is_the_one_that_is_raised(kind: str) -> None:
 
 
 def _called_once(job: Any, kind: str) -> None:
-    if kind in ("code", "unpacked"):
+    if kind in ("module", "unpacked"):
         model = _split(job, Folding(kind), split=["last"])
     else:
         model = _split(job, Simple(UNFIT_LATER[kind][1]))
@@ -520,9 +516,9 @@ def _called_once(job: Any, kind: str) -> None:
 
 
 def test_what_the_second_stage_cannot_compute_is_refused() -> None:
-    skipped = "stage 1 cannot skip the computations between the submodules before it: "
+    skipped = "stage 1 cannot skip the computations between the layers of other stages: "
     texts = {kind: text for kind, (text, _) in UNFIT_LATER.items()}
-    texts |= {"code": f"{skipped}RuntimeError: ", "unpacked": f"{skipped}ValueError: "}
+    texts |= {"module": f"{skipped}ValueError: ", "unpacked": f"{skipped}ValueError: "}
     _, found = run_ranks(refusals, _called_once, list(texts), nproc=2, mesh=Mesh(pp=2))
     for kind, text in texts.items():
         assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
@@ -569,7 +565,7 @@ class Typed(nn.Module):
         return x
 
 
-NETS: list[Callable[[], nn.Module]] = [lambda: Folding("module"), Listed, Typed]
+NETS: list[Callable[[], nn.Module]] = [lambda: Folding("code"), Listed, Typed]
 
 
 def _nets(job: Any, numbers: list[int]) -> list[Trained]:
@@ -821,6 +817,65 @@ def test_bf16_and_rows_of_an_evaluation() -> None:
         assert got == pytest.approx(want, rel=1e-4, abs=1e-4)
 
 
+def _overflows(job: Any) -> list[tuple[bool, float]]:
+    """A gradient of one rank is infinite in the second step."""
+    model = wrap(job, GPT())
+    training = make_training(job, model, make_tokens(8), micro_batch=1, precision="fp16")
+    weight, seen = next(model.parameters()), []
+    for step in training.steps(until=3):
+        step.run(lambda batch: token_loss(model, batch)[0], reduction="sum")
+        before = local(weight).detach().clone()
+        if step.number == 2 and job.rank == job.world_size - 1:
+            local(weight.grad).view(-1)[0] = torch.inf
+        step.update(clip_norm=1.0)
+        scale = training._context.precision.scaler.get_scale()
+        seen.append((torch.equal(before, local(weight)), scale))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(pp=2, tp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in (PP_FSDP, PP2[1]))],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh: Mesh) -> None:
+    expected = [(False, 65536.0), (True, 32768.0), (False, 32768.0)]
+    nproc = mesh.pp * mesh.tp * mesh.data_size
+    assert run_ranks(_overflows, nproc=nproc, mesh=mesh) == [expected] * nproc
+
+
+def _on_meta(job: Any, schedules: list[str]) -> list[Trained]:
+    """The stages are allocated by `fsdp`; each layer is filled with numbers of its own."""
+
+    def init(layer: nn.Module) -> None:
+        for number, p in enumerate(layer.parameters(recurse=False)):
+            values = torch.linspace(-1, 1 + number, p.numel(), dtype=torch.float64)
+            p.copy_(torch.sin(7 * values).view_as(p) / 3)
+
+    found = []
+    for schedule in schedules:
+        with torch.device("meta"):
+            net = GPT(layers=4).double()
+        if job.mesh is not None:
+            net = paceline.pipeline(job, net, schedule=schedule)
+        model = paceline.fsdp(job, net, blocks="layers.*", init=init)
+        assert not any(p.is_meta for p in model.parameters())
+        training = make_training(job, model, make_tokens(7), micro_batch=1, count="tokens")
+        found.append(train(training, _masked_loss, until=3, clip_norm=0.5))
+        result = paceline.evaluate(
+            job, model, make_tokens(5), lambda m, b: {"loss": token_loss(m, b)}, micro_batch=2
+        )
+        found[-1].losses.append(result.loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [(4, PP_FSDP), *(pytest.param(each, marks=pytest.mark.slow) for each in (PP2,))]
+)
+def test_a_model_on_the_meta_device_and_fsdp_under_all_schedules(layout: tuple[int, Mesh]) -> None:
+    _assert_as_one_process(_on_meta, list(SCHEDULE_NAMES), layout=layout)
+
+
 def _score_twice(job: Any) -> None:
     score = lambda m, batch: {"loss": token_loss(m, batch), "again": token_loss(m, batch)}  # noqa: E731
     paceline.evaluate(job, _wrap(job, GPT()), make_tokens(5), score, micro_batch=2)
@@ -829,46 +884,6 @@ def _score_twice(job: Any) -> None:
 def test_a_score_calls_a_pipeline_once() -> None:
     with pytest.raises(StepError, match="the score called the model twice for one batch"):
         run_ranks(_score_twice, nproc=2, mesh=Mesh(pp=2))
-
-
-class Uneven(nn.Module):
-    """The first of five layers takes longer than the others together, and has fewest parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Slow(), *(nn.Linear(64, 64) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x + y)
-        return out
-
-
-class Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(200):
-            x = x @ self.weight
-        return x
-
-
-def _split_uneven(job: Any) -> list[list[str]]:
-    found = []
-    for example in (None, (torch.ones(64, 64), torch.ones(64, 64))):
-        net = Uneven()
-        assert net.training
-        paceline.pipeline(job, net, example=example)
-        assert net.training
-        found.append(sorted({name.rpartition(".")[0] for name, _ in net.named_parameters()}))
-    return found
-
-
-def test_an_example_makes_stages_of_nearly_equal_time() -> None:
-    (by_size, by_time), _ = run_ranks(_split_uneven, nproc=2, mesh=Mesh(pp=2))
-    assert by_size == ["layers.0", "layers.1", "layers.2"]
-    assert by_time == ["layers.0"]
 
 
 def _llama(job: Any, _: list[Any]) -> list[Trained]:

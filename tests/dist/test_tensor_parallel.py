@@ -250,7 +250,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     ),
     "fused": lambda job: _split(job, Halves(), PAIR),
     "twice": lambda job: _split(job, _split(job)),
-    "fp16": lambda job: _run_step(job, _split(job), precision="fp16"),
     "exact": lambda job: _run_step(job, _split(job), reproducible=True),
     "ddp": lambda job: paceline.ddp(job, GPT()),
     "alone": lambda job: _run_step(job, GPT()),

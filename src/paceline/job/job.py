@@ -521,8 +521,8 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str) -> None:
     """Make the process groups of the mesh. All ranks make all groups, in the same order."""
     world, own_rank = job.world_size, job.rank
-    # `fully_shard` needs the axis dp_shard beside dp_replicate and tp, also of one rank.
-    for_sharding = mesh.dp_replicate > 1 or mesh.tp > 1
+    # `fully_shard` needs the axis dp_shard beside other axes, also of one rank.
+    for_sharding = mesh.dp_replicate > 1 or mesh.tp > 1 or mesh.pp > 1
     names = [n for n, size in mesh.axes.items() if size > 1 or (for_sharding and n == "dp_shard")]
 
     def group_of(

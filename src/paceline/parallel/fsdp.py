@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from paceline import log
+from paceline import log, torch_private
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError, listed
@@ -40,6 +40,8 @@ from paceline.parallel.modules import (
     broadcast_tensors,
     enclosing,
     equalize_buffers,
+    is_pipeline,
+    layer_class,
     local,
     names_matching,
     owned_parameters,
@@ -47,6 +49,7 @@ from paceline.parallel.modules import (
     refuse_module,
     refuse_unfilled,
     refuse_wrapped,
+    roots,
     tied_parameters,
     unreached_error,
     unwrap,
@@ -61,6 +64,7 @@ Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 # of bfloat16, the coarsest format, at most. Gradients of different heads or parts of the sequence differ by
 # about their own size.
 _GRADIENT_TOLERANCE = 2.0**-4
+_UNSCALE = "torch.amp.GradScaler._unscale_grads_"
 _ROUNDING = 1e-5  # of the largest gradient: smaller ones are not compared
 # Of each parameter's gradients: one may be 0, as after a layer that begins with zeros, or equal by chance.
 _COMPARISONS = 5
@@ -72,7 +76,7 @@ def fsdp(
     *,
     blocks: Blocks | None = None,
     param_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     cpu_offload: bool = False,
     init: Callable[[nn.Module], None] | Literal["later"] | None = None,
 ) -> nn.Module:
@@ -96,7 +100,8 @@ def fsdp(
             Sharded parameters, sums of gradients and the optimizer keep their own dtype. None: gathered
             parameters keep theirs too.
         reshard_after_forward: Whether parameters of a block are freed after its forward and gathered again
-            for its backward. False needs memory for all parameters and saves one gather.
+            for its backward. False needs memory for all parameters and saves one gather. None: True, but
+            False in a pipeline, whose stages keep their parameters gathered during a step.
         cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory. GPUs only.
         init: For a module on the meta device: called with each submodule that has parameters or buffers of
             its own, when these are allocated, to fill them. None calls `reset_parameters`. One block is
@@ -114,27 +119,37 @@ def fsdp(
 
     Collective: all ranks, once for each model, in the same order.
     """
-    refuse_wrapped(module, wrap="paceline.fsdp", after="paceline.tensor_parallel")
+    refuse_wrapped(
+        module, wrap="paceline.fsdp", after=("paceline.pipeline", "paceline.tensor_parallel")
+    )
     if isinstance(module, FSDPModule):
         raise ConfigError(
             "this module is sharded by torch's fully_shard already.", fix="leave fully_shard out."
         )
     refuse_compiled(module, wrap="paceline.fsdp")
-    if job.mesh is not None and job.mesh.pp > 1:
-        raise ConfigError(
-            f"the mesh is {job.mesh}; fsdp works without an axis pp.",
-            fix="use paceline.pipeline, or a mesh with dp_shard in place of pp.",
-        )
     is_meta = any(p.is_meta for p in module.parameters())
     if init is not None and not is_meta:
         raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
     if cpu_offload and job.device.type == "cpu":
         raise ConfigError("cpu_offload has no effect: this rank computes on the CPU.")
-    names = _block_names(module, _repeated_layer(job, module) if blocks is None else blocks)
-    _refuse_tied_blocks(module, names)
-    # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
-    names.sort(key=lambda name: -name.count("."))
-    layers = [*(module.get_submodule(name) for name in names), module]
+    if reshard_after_forward and is_pipeline(module):
+        raise ConfigError(
+            "reshard_after_forward=True has no effect in a pipeline.",
+            why="a stage keeps its parameters gathered during a step, for its many forwards and backwards.",
+            fix="leave it out, or use a larger pp.",
+        )
+    if reshard_after_forward is None:
+        reshard_after_forward = not is_pipeline(module)
+    wanted = _repeated_layer(job, module) if blocks is None else blocks
+    layers: list[nn.Module] = []
+    names: list[str] = []
+    for root in roots(module):
+        own = _block_names(root, wanted)
+        _refuse_tied_blocks(root, own)
+        # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
+        own.sort(key=lambda name: -name.count("."))
+        layers += [*(root.get_submodule(name) for name in own), root]
+        names += own
     fill = None if init == "later" else init
     if init == "later":
         refuse_module(job, module, wrap="paceline.fsdp", may_be_meta=True)
@@ -177,7 +192,7 @@ def fsdp(
             fully_shard(layer, reshard_after_forward=frees, **options)
     except RuntimeError as error:
         job.reraise(error)
-    for layer in module.modules():
+    for layer in layers:
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
@@ -223,13 +238,13 @@ def _repeated_layer(job: Job, module: nn.Module) -> list[type[nn.Module]]:
     totals: Counter[type[nn.Module]] = Counter()
     for container in module.modules():
         if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            number_of = Counter(type(child) for child in container.children())
+            number_of = Counter(map(layer_class, container.children()))
             for child in container.children():
-                if number_of[type(child)] > 1:
-                    totals[type(child)] += sum(p.numel() for p in child.parameters())
+                if number_of[layer_class(child)] > 1:
+                    totals[layer_class(child)] += sum(p.numel() for p in child.parameters())
     kinds = [kind for kind, size in totals.most_common(1) if size]
     if job.rank == 0 and kinds:
-        number = sum(type(layer) is kinds[0] for layer in module.modules())
+        number = sum(layer_class(layer) is kinds[0] for layer in module.modules())
         log.logger.info("fsdp: the blocks are the %d modules %s.", number, kinds[0].__name__)
     elif job.rank == 0:
         text = "fsdp: no repeated layer was found, so all parameters are gathered together; see blocks=."
@@ -264,7 +279,7 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
             and (name in named or (isinstance(each, type) and isinstance(layer, each)))
             and any(True for _ in layer.parameters())
         ]
-        if not matches:
+        if not matches and not is_pipeline(module):
             shown = each.__name__ if isinstance(each, type) else repr(each)
             raise ConfigError(
                 f"blocks: {shown} matches no submodule with parameters in {type(module).__name__}.",
@@ -281,16 +296,16 @@ class FSDPStrategy(Strategy):
     """
 
     def prepare(self, batches: Batches) -> None:
-        self.needs_equal_micro_batches = True  # each forward gathers parameters
-        modules = [unwrap(model) for model in self._models]
-        self._roots = [module for module in modules if isinstance(module, FSDPModule)]
-        if len(self._roots) < len(self._models) and self._job.data.size > 1:
+        self._roots = [r for m in self._models for r in roots(m) if isinstance(r, FSDPModule)]
+        self.needs_equal_micro_batches = bool(self._roots)  # each forward gathers parameters
+        self._compared: Counter[torch.Tensor] = Counter()  # see `_refuse_partial`
+        is_split = any(map(is_pipeline, self._models))
+        if len(self._roots) < len(self._models) and self._job.data.size > 1 and not is_split:
             raise ConfigError(
                 "the model is split by tensor_parallel, but its gradients would not be summed over the "
                 f"{self._job.data.size} data ranks.",
                 fix="model = paceline.fsdp(job, model, blocks=...) after tensor_parallel.",
             )
-        self._compared: Counter[torch.Tensor] = Counter()  # see `_refuse_partial`
 
     def check(self) -> None:
         owned = {id(p) for p in owned_parameters(*self._optimizers)}
@@ -313,9 +328,9 @@ class FSDPStrategy(Strategy):
         if owned:
             raise self._error(
                 f"the optimizer holds {len(owned)} parameters that are in no model.",
-                why="fsdp and tensor_parallel replace parameters, so an optimizer made before them holds "
-                "the old ones.",
-                fix="make the optimizer after paceline.fsdp(...) or tensor_parallel(...).",
+                why="fsdp, tensor_parallel and pipeline replace or remove parameters, so an optimizer made "
+                "before them holds the old ones.",
+                fix="make the optimizer after the model is wrapped.",
                 names=[],
             )
 
@@ -350,39 +365,47 @@ class FSDPStrategy(Strategy):
         self._set_sync(True)
 
     def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
-        if precision == "fp16" and self._has_several_meshes():
+        if precision == "fp16" and torch_private.find(_UNSCALE) is None:
             raise ConfigError(
-                "precision='fp16' is not supported with tensor_parallel.",
-                why="torch's loss scaler cannot check gradients that are split over different ranks.",
+                f"precision='fp16' is not supported with torch {torch.__version__} if the model is split.",
+                why=f"all ranks must leave out the same steps; torch has no {_UNSCALE}.",
                 fix="use 'bf16'.",
             )
 
-    def _has_several_meshes(self) -> bool:
-        parameters = [p for model in self._models for p in model.parameters()]
-        return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
+    def largest_over_ranks(self, value: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self._job.group)
+        except RuntimeError as error:
+            self._job.reraise(error)
 
     def finish(self, optimizer: Optimizer) -> None:
         others = owned_parameters(*(each for each in self._optimizers if each is not optimizer))
         of_others = {id(p) for p in others}  # a later backward may give them their gradients
-        names = [
-            name
-            for model in self._models
-            for name, p in unwrap(model).named_parameters()
-            if p.requires_grad and p.grad is None and id(p) not in of_others
-        ]
-        if names:
-            raise unreached_error(
-                self._job,
-                names,
-                why="FSDP sums the gradients of a block together, so each rank must have all of them.",
-                fix="freeze unused parameters with requires_grad_(False) before paceline.fsdp(...).",
-            )
+        self._refuse_unreached(
+            [
+                p
+                for model in self._models
+                for p in unwrap(model).parameters()
+                if p.requires_grad and id(p) not in of_others
+            ]
+        )
         self._refuse_partial()
         for group in optimizer.param_groups:
             for p in group["params"]:
                 # With SequenceParallel it is a sum over the rank's part only.
                 if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                     p.grad = p.grad.redistribute(placements=p.placements)
+
+    def _refuse_unreached(self, parameters: Iterable[torch.Tensor]) -> None:
+        missing = {id(p) for p in parameters if p.grad is None}
+        named = [pair for model in self._models for pair in unwrap(model).named_parameters()]
+        if names := [name for name, p in named if id(p) in missing]:
+            raise unreached_error(
+                self._job,
+                names,
+                why="the ranks sum the gradients of several parameters together, so each needs all of them.",
+                fix="freeze unused parameters with requires_grad_(False) before the model is wrapped.",
+            )
 
     def _refuse_partial(self) -> None:
         """Refuse parameters that the ranks of the axis tp hold whole, but whose gradients differ.
@@ -434,18 +457,20 @@ class FSDPStrategy(Strategy):
             get_total_norm(each, foreach=True) / math.sqrt(number)
             for number, each in by_holders.items()
         ]
-        stacked = torch.stack(shares)  # in float64, in which a large square does not overflow
+        stacked = torch.stack(
+            shares or [torch.zeros((), device=self._job.device)]
+        )  # in float64, in which a large square does not overflow
         own: torch.Tensor = torch.linalg.vector_norm(stacked.double())
         return norms_over_ranks(self._job, own.to(stacked.dtype), self._job.group)
 
     def _num_holders(self, tensor: torch.Tensor) -> int:
         """The number of ranks of the job that hold the same part of a tensor."""
+        mesh = self._job.mesh
+        ranks = self._job.world_size // (1 if mesh is None else mesh.pp)
         if not isinstance(tensor, DTensor):
-            return self._job.world_size
+            return ranks
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        return self._job.world_size // math.prod(
-            size for at, size in sizes if not at.is_replicate()
-        )
+        return ranks // math.prod(size for at, size in sizes if not at.is_replicate())
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in unwrap(model).state_dict().items():

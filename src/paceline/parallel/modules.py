@@ -67,6 +67,18 @@ def is_pipeline(model: nn.Module) -> bool:
     return PIPELINE in unwrap(model).__dict__
 
 
+def roots(model: nn.Module) -> list[nn.Module]:
+    """The modules whose `forward` computes: of this rank's stages in a pipeline, else the model itself."""
+    runner = unwrap(model).__dict__.get(PIPELINE)
+    return [unwrap(model)] if runner is None else list(runner.cut.modules.values())
+
+
+def layer_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a layer, also of one that a pipeline has taken away from this rank."""
+    kind: type[nn.Module] = getattr(type(module), "kind_of_skipped", type(module))
+    return kind
+
+
 def free_gathered(model: nn.Module) -> None:
     """Free the parameters that FSDP keeps gathered after a forward without a backward.
 
@@ -74,7 +86,7 @@ def free_gathered(model: nn.Module) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    for layer in model.modules():
+    for layer in (layer for root in roots(model) for layer in root.modules()):
         if isinstance(layer, FSDPModule):
             layer.reshard()
 
@@ -202,23 +214,23 @@ def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
         )
 
 
-def refuse_wrapped(module: nn.Module, *, wrap: str, after: str = "") -> None:
+def refuse_wrapped(module: nn.Module, *, wrap: str, after: Sequence[str] = ()) -> None:
     """Refuse a module that another function has wrapped, or the function `wrap` itself.
 
     Args:
-        after: A function that may have wrapped it.
+        after: The functions that may have wrapped it.
     """
     other = unwrap(module).__dict__.get(SPLIT_BY)
     if find_wrapper(module) is not None:
         other = "paceline.ddp"
-    if other in (None, after):
+    if other in (None, *after):
         return
     fix = f"call {wrap} once." if other == wrap else f"leave {wrap} out, or {other}."
     if {wrap, other} == {"paceline.ddp", "paceline.fsdp"}:
         fix += " Replicas of a sharded model: paceline.fsdp with Mesh(dp_replicate=2, dp_shard=-1)."
     raise ConfigError(
         f"this module is wrapped by {other} already.",
-        why="a model is wrapped once; only paceline.fsdp may follow paceline.tensor_parallel.",
+        why="a model is wrapped once, or by pipeline, tensor_parallel and fsdp in this order.",
         fix=fix,
     )
 
@@ -245,9 +257,11 @@ def names_matching(
         ConfigError: there are none; the fix is the nearest name.
     """
     named = module.named_modules(remove_duplicate=remove_duplicate)
-    names = [name for name, _ in named if name]
+    names = [name for name, each in named if name and layer_class(each) is type(each)]
     matches = [name for name in names if fnmatchcase(name, pattern)]
-    if not matches:
+    if (runner := module.__dict__.get(PIPELINE)) is not None:
+        names = runner.cut.names  # also those of other stages
+    if not matches and not any(fnmatchcase(name, pattern) for name in names):
         near = get_close_matches(pattern, [*names, *map(pattern_of, names)], n=1)
         raise ConfigError(
             f"{option}: {pattern!r} matches no submodule of {type(module).__name__}.",
@@ -325,7 +339,8 @@ def pattern_of(name: str) -> str:
 def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
     """Check that all ranks hold parameters of the same names, shapes and types in the same order.
 
-    Ranks exchange a digest, and the whole lists only if the digests differ. `options` is compared too.
+    Ranks exchange a digest, and the whole lists only if the digests differ. `options` is compared too. The
+    stages of a pipeline hold different parameters: only ranks of one stage are compared.
 
     Raises:
         RankDisagreement: on all ranks; names the first difference (`values`: one for each rank).
@@ -336,14 +351,17 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
         rows.append(f"{name}: {list(p.shape)} {p.dtype}, strides {list(p.stride())}, {kind}")
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     digests = gather(job, digest)
-    if all(other == digests[0] for other in digests):
+    size = job.world_size // (job.mesh.pp if is_pipeline(module) and job.mesh is not None else 1)
+    first_of = [rank // size * size for rank in range(job.world_size)]  # of the same stage
+    if all(each == digests[first] for each, first in zip(digests, first_of, strict=True)):
         return
     for each in zip_longest(*gather(job, rows), fillvalue="nothing more"):
         values = list(each)
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
+        wrong = (rank for rank, value in enumerate(values) if value != values[first_of[rank]])
+        if (other := next(wrong, None)) is not None:
+            first = first_of[other]
             raise RankDisagreement(
-                f"ranks wrap different models: rank 0 has [{values[0]}], "
+                f"ranks wrap different models: rank {first} has [{values[first]}], "
                 f"rank {other} has [{values[other]}].",
                 why="gradients are summed over ranks by the position of their parameter.",
                 fix="build the same model on all ranks; nothing in it may depend on the rank.",

@@ -1,4 +1,4 @@
-"""How a model is cut into the stages of a pipeline: by names, by parameters or by measured time.
+"""How a model is cut into the stages of a pipeline: at names, or by numbers of parameters.
 
 A unit is the name of a submodule that belongs to one stage as a whole, and a stage is a list of consecutive
 units. A cut that cannot be trained is refused.
@@ -6,28 +6,23 @@ units. A cut that cannot be trained is refused.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import log
 from paceline.errors import ConfigError, count_of, listed
-from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import enclosing, names_matching, tied_parameters
 
 LOOPED = ("interleaved", "zero_bubble")  # schedules that may have several stages on each rank
-_MEASURED_FORWARDS = 3
 
 
 def choose_stages(
-    job: Job, module: nn.Module, split: Sequence[str] | None, schedule: str, example: Any
+    job: Job, module: nn.Module, split: str | Sequence[str], schedule: str
 ) -> list[list[str]]:
     """The stages of a module over the axis `pp` of the job's mesh; see `pipeline`. All ranks call it.
 
@@ -36,21 +31,18 @@ def choose_stages(
     """
     ranks = 1 if job.mesh is None else job.mesh.pp
     _refuse_extra_state(module)
-    if split is None:
+    if split == "auto":
         num_stages = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
         units = _layers(module)
         _refuse_unowned(module, units)
-        costs = [float(_size(module, unit)) for unit in units]
         _refuse_few(module, units, num_stages)
-        if example is not None:
-            costs = collectives.on_rank0(job, lambda: _measure(module, units, example))
-        stages = _partition(units, costs, num_stages)
+        stages = _partition(units, [_size(module, unit) for unit in units], num_stages)
     else:
-        stages = _named_stages(module, list(split))
+        stages = _named_stages(module, [split] if isinstance(split, str) else list(split))
         _refuse_unowned(module, [unit for units in stages for unit in units])
     _refuse_count(stages, ranks, schedule)
     _refuse_shared(module, stages)
-    _refuse_untrained(module, stages, is_named=split is not None)
+    _refuse_untrained(module, stages, is_named=split != "auto")
     return stages
 
 
@@ -123,19 +115,19 @@ def _refuse_few(module: nn.Module, units: list[str], num_stages: int) -> None:
         )
 
 
-def _partition(units: list[str], costs: Sequence[float], num_stages: int) -> list[list[str]]:
-    """`num_stages` stages of consecutive units, so that the largest sum of costs is as small as possible."""
-    totals = list(accumulate(costs, initial=0.0))
-    # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
-    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
+def _partition(units: list[str], sizes: Sequence[int], num_stages: int) -> list[list[str]]:
+    """`num_stages` stages of consecutive units, so that the largest one is as small as possible."""
+    totals = list(accumulate(sizes, initial=0))
+    # By numbers of stages and units: the largest size, the sum of squares, and where the last stage begins.
+    best: dict[tuple[int, int], tuple[int, int, int]] = {(0, 0): (0, 0, 0)}
     for count in range(1, num_stages + 1):
         for end in range(count, len(units) + 1):
             candidates = []
             for begin in range(count - 1, end):
                 if (count - 1, begin) in best:
                     largest, squares, _ = best[count - 1, begin]
-                    cost = totals[end] - totals[begin]
-                    candidates.append((max(largest, cost), squares + cost**2, begin))
+                    size = totals[end] - totals[begin]
+                    candidates.append((max(largest, size), squares + size**2, begin))
             best[count, end] = min(candidates)
     stages, end = [], len(units)
     for count in range(num_stages, 0, -1):
@@ -143,55 +135,6 @@ def _partition(units: list[str], costs: Sequence[float], num_stages: int) -> lis
         stages.append(units[begin:end])
         end = begin
     return stages[::-1]
-
-
-def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[float]:
-    """Seconds of the forward of each unit: the minimum of `_MEASURED_FORWARDS` runs."""
-    arguments = example if isinstance(example, tuple) else (example,)
-    least = [math.inf] * len(units)
-    began = 0.0
-    hooks = []
-
-    def now() -> float:
-        for tensor in arguments:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-                torch.get_device_module(tensor.device).synchronize(tensor.device)
-        return time.perf_counter()
-
-    def before(*_: Any) -> None:
-        nonlocal began
-        began = now()
-
-    def after(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            least[index] = min(least[index], now() - began)
-
-        return hook
-
-    for index, unit in enumerate(units):
-        layer = module.get_submodule(unit)
-        hooks += [
-            layer.register_forward_pre_hook(before),
-            layer.register_forward_hook(after(index)),
-        ]
-    training = [layer for layer in module.modules() if layer.training]
-    try:
-        module.eval()
-        with torch.no_grad():
-            for _ in range(_MEASURED_FORWARDS):
-                module(*arguments)
-    finally:
-        for layer in training:
-            layer.training = True
-        for each in hooks:
-            each.remove()
-    if idle := [unit for unit, cost in zip(units, least, strict=True) if cost == math.inf]:
-        raise ConfigError(
-            f"the forward of {type(module).__name__} does not call {listed(idle)}.",
-            why="each stage computes what the one before returns.",
-            fix="remove unused submodules from the model.",
-        )
-    return least
 
 
 def _refuse_count(stages: list[list[str]], ranks: int, schedule: str) -> None:
@@ -277,28 +220,3 @@ def log_stages(module: nn.Module, stages: list[list[str]], schedule: str) -> Non
         names = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
         shown.append(f"{stage}: {names} ({size:,} parameters)")
     log.logger.info("pipeline (%s): stage %s.", schedule, "; ".join(shown))
-
-
-def stateless_layers(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """Submodules beside the units, without parameters and buffers of their own: they belong to no stage."""
-    parents = {""}
-    for unit in units:
-        while unit:
-            unit = unit.rpartition(".")[0]
-            parents.add(unit)
-    found: list[str] = []
-    for parent in parents:
-        for name, child in _children(module.get_submodule(parent)):
-            path = f"{parent}.{name}" if parent else name
-            if not child.state_dict() and path not in parents:
-                found += _called(child, path)
-    return found
-
-
-def _called(module: nn.Module, path: str) -> Iterator[str]:
-    """The module, or the children that `forward` calls in place of a ModuleList or ModuleDict."""
-    if type(module).forward is not nn.Module.forward:
-        yield path
-    else:
-        for name, child in _children(module):
-            yield from _called(child, f"{path}.{name}")

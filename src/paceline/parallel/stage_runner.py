@@ -9,16 +9,18 @@ A step (`StageRunner.run`):
    shapes of what stages pass, and a `_Schedule` with buffers of these shapes is made.
 3. Run it. torch's schedule decides when this rank computes the forward or backward of which stage and
    micro-batch, and sends and receives tensors. It calls a `_StageModule` for each forward, and
-   `stage_forward.py` computes it. The last stage then calls the loss function again; its call of the model
-   now returns the output.
+   `stage_cut.py` computes it. The last stage then calls the loss function again; its call of the model now
+   returns the output.
+
+FSDP gathers the parameters of a stage once for a step, and sums its gradients in the last backward.
 
 Outside of a step, a call of the model without gradients runs one forward through all stages, for evaluation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -42,9 +45,9 @@ from paceline.data.device import copy_tensors, tensors_of
 from paceline.errors import StepError, listed
 from paceline.job.job import Job
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
-from paceline.parallel.modules import NoOutputOnThisStage, enclosing
+from paceline.parallel.modules import NoOutputOnThisStage, enclosing, whole
 from paceline.parallel.pipeline_stages import LOOPED
-from paceline.parallel.stage_forward import SENDABLE, ModelPart
+from paceline.parallel.stage_cut import SENDABLE, Cut
 from paceline.parallel.strategy import LossRun
 
 SCHEDULES: dict[str, Any] = {
@@ -81,6 +84,7 @@ class StageRunner:
 
     Attributes:
         group: The ranks that hold the stages of one replica.
+        cut: The stages of this rank.
         owners: The parameters and buffers of the whole model by name.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
@@ -88,15 +92,16 @@ class StageRunner:
     def __init__(self, job: Job, module: nn.Module, stages: list[list[str]], schedule: str) -> None:
         self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._job, self._module, self._schedule_name = job, module, schedule
+        self._job, self._module, self.schedule_name = job, module, schedule
+        self.device = job.device
         rank_of = {unit: stage % self._size for stage, units in enumerate(stages) for unit in units}
         self.owners = {
             name: Owned(value.shape, value.dtype, rank_of.get(enclosing(name, rank_of)))
             for name, value in module.state_dict().items()
         }
         own_stages = list(range(self._rank, len(stages), self._size))
-        self._part = ModelPart(job, module, stages, own_stages)
-        self._has_last = self._part.last_stage in own_stages
+        self.cut = Cut(job, module, stages, own_stages)
+        self._has_last = self.cut.last_stage in own_stages
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
         self.calls_left: int | None = None
         # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
@@ -105,37 +110,58 @@ class StageRunner:
         self._output: Any = None
         module.forward = self._call
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `fsdp` has sharded the stages."""
+        return any(isinstance(module, FSDPModule) for module in self.cut.modules.values())
+
     # A step.
 
-    def run(self, step: LossRun, num_micro_batches: int) -> tuple[float, float]:
-        """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
+    def run(self, step: LossRun, num_micro_batches: int) -> None:
+        """Forward and backward of a step's micro-batches."""
         arguments = [self._capture(step, index) for index in range(num_micro_batches)]
         shapes = [repr(_shapes(each)) for each in arguments]
-        began, busy_s = time.perf_counter(), 0.0
+        for module in self.cut.modules.values():
+            for layer in module.modules():
+                if isinstance(
+                    layer, FSDPModule
+                ):  # all ranks of the data axis, whatever their shapes are
+                    layer.unshard(async_op=True)
+        self._backwards_left = dict.fromkeys(self.cut.modules, num_micro_batches)
         self._mode = "refuse"
         try:
             for shape, indices in self._groups(shapes):
                 schedule = self._schedule_for(step, indices, shape, arguments[indices[0]])
-                forwards = {
-                    stage: [
-                        partial(
-                            self._compute_stage_or_loss,
-                            step,
-                            index,
-                            stage,
-                            arguments[index],
-                            output,
-                        )
-                        for index in indices
-                    ]
-                    for stage, (_, output) in schedule.templates.items()
-                }
-                busy_s += schedule.run(forwards)
+                schedule.run(
+                    {
+                        stage: [
+                            partial(
+                                self._compute_stage_or_loss,
+                                step,
+                                index,
+                                stage,
+                                arguments[index],
+                                output,
+                            )
+                            for index in indices
+                        ]
+                        for stage, (_, output) in schedule.templates.items()
+                    },
+                )
         except RuntimeError as error:
             self._reraise(error)
         finally:
             self._mode = "all_stages"
-        return busy_s, time.perf_counter() - began
+
+    def begin_backward(self, stage: int) -> None:
+        """Have FSDP sum the gradients in a stage's last backward of a step, and free its parameters then."""
+        self._backwards_left[stage] -= 1
+        module = self.cut.modules[stage]
+        if isinstance(module, FSDPModule):
+            is_last = self._backwards_left[stage] == 0
+            module.set_is_last_backward(is_last)
+            module.set_requires_gradient_sync(is_last)
+            module.set_reshard_after_backward(is_last)
 
     def _groups(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
         """Neighbouring micro-batches of one shape, as many as the schedule takes at once."""
@@ -143,7 +169,7 @@ class StageRunner:
             indices = list(group)
             while indices:
                 count = len(indices)
-                if self._schedule_name in LOOPED and count >= 2 * self._size:
+                if self.schedule_name in LOOPED and count >= 2 * self._size:
                     count -= count % self._size
                 yield shape, indices[:count]
                 indices = indices[count:]
@@ -155,14 +181,7 @@ class StageRunner:
         key = len(indices), shape
         if key not in self._schedules:
             templates = self._templates(step, indices[0], arguments)
-            self._schedules[key] = _Schedule(
-                self._part,
-                self._schedule_name,
-                len(indices),
-                templates,
-                self.group,
-                self._job.device,
-            )
+            self._schedules[key] = _Schedule(self, len(indices), templates)
             if len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
@@ -174,7 +193,7 @@ class StageRunner:
 
         def compute(stage: int, received: torch.Tensor | None) -> Any:
             output = self._compute_stage(step, index, stage, copy_tensors(arguments), received)
-            if stage == self._part.last_stage:
+            if stage == self.cut.last_stage:
                 output = torch.empty((), dtype=torch.float32)  # the loss
             if received is None:  # stage 0 gets the number of the micro-batch from `_Schedule.run`
                 received = torch.empty(1, dtype=torch.int64)
@@ -200,7 +219,7 @@ class StageRunner:
         """A stage of a micro-batch: the tensor to send, or what the model returns."""
         with step.forward_context(index):
             seed_layers = partial(step.seed_layers, index, stage)
-            return self._part.compute_stage(stage, *arguments, received, seed_layers)
+            return self.cut.run_stage(stage, *arguments, received, seed_layers)
 
     def _compute_stage_or_loss(
         self,
@@ -217,7 +236,7 @@ class StageRunner:
             template: The shape and dtype for which the schedule has buffers.
         """
         output = self._compute_stage(step, index, stage, arguments, received if stage else None)
-        if stage == self._part.last_stage:
+        if stage == self.cut.last_stage:
             # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
             return self._loss(step, index, output).float()
         assert isinstance(output, torch.Tensor)
@@ -240,7 +259,7 @@ class StageRunner:
         )
         if is_of_torch and isinstance(error.__cause__, Exception):
             raise error.__cause__
-        if self._schedule_name == "zero_bubble" and "second time" in str(error):
+        if self.schedule_name == "zero_bubble" and "second time" in str(error):
             raise StepError(
                 "schedule='zero_bubble' cannot compute the gradients of this model.",
                 where=self._job.where(),
@@ -311,14 +330,14 @@ class StageRunner:
             return output
         self._refuse_call()
         output = self._run_all_stages(
-            lambda stage, received: self._part.compute_stage(stage, args, kwargs, received)
+            lambda stage, received: self.cut.run_stage(stage, args, kwargs, received)
         )
         if self._has_last:
             return output
         raise NoOutputOnThisStage(
             f"rank {self._job.rank} has no output of the model, because it holds stage "
-            f"{self._part.own_stages[-1]}.",
-            why=f"the last of the {len(self._part.stages)} stages has it.",
+            f"{self.cut.own_stages[-1]}.",
+            why=f"the last of the {len(self.cut.stages)} stages has it.",
             fix="use paceline.evaluate, which takes the results of the last stage.",
         )
 
@@ -354,9 +373,9 @@ class StageRunner:
         """Call `compute` for each stage in turn; returns what the last stage computes, on its rank only."""
         output = None
         try:
-            for stage in self._part.own_stages:
+            for stage in self.cut.own_stages:
                 output = compute(stage, self._receive() if stage else None)
-                if stage < self._part.last_stage:
+                if stage < self.cut.last_stage:
                     self._send(output)
         except RuntimeError as error:
             self._job.reraise(error)
@@ -389,7 +408,7 @@ class StageRunner:
         own = self._module.state_dict()
         for name, (shape, dtype, rank) in self.owners.items():
             if rank in (None, self._rank):
-                value = own[name].detach().contiguous()
+                value = whole(own[name].detach()).contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=self._job.device)
             if rank is not None:
@@ -409,54 +428,47 @@ class _Schedule:
         templates: See `_Templates`. The output of the last stage is the loss.
     """
 
-    def __init__(
-        self,
-        part: ModelPart,
-        name: str,
-        count: int,
-        templates: _Templates,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, runner: StageRunner, count: int, templates: _Templates) -> None:
         self.templates = templates
         # torch splits a batch into micro-batches. It gets their numbers only: `forwards` know the arguments.
-        self._numbers = torch.arange(count, device=device)
-        self._modules = {stage: _StageModule(part, stage) for stage in part.own_stages}
-        self._torch_stages = [
-            _TimedStage(
+        self._numbers = torch.arange(count, device=runner.device)
+        self._modules = {s: _StageModule(module) for s, module in runner.cut.modules.items()}
+        splits_backward = torch.__version__ >= "2.13" and not runner.is_sharded
+        stages = [
+            _Stage(
                 module,
                 stage,
-                len(part.stages),
-                device,
+                len(runner.cut.stages),
+                runner.device,
                 input_args=templates[stage][0],
                 output_args=templates[stage][1],
-                group=group,
-                dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
+                group=runner.group,
+                dw_builder=None if splits_backward else _whole_backward,
             )
             for stage, module in self._modules.items()
         ]
-        schedule = SCHEDULES[name]
-        if schedule is Schedule1F1B and count < len(part.stages):
+        for each in stages:
+            each.begin_backward = runner.begin_backward
+        schedule = SCHEDULES[runner.schedule_name]
+        if schedule is Schedule1F1B and count < len(runner.cut.stages):
             schedule = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
         self._schedule = schedule(
-            self._torch_stages if name in LOOPED else self._torch_stages[0],
+            stages if runner.schedule_name in LOOPED else stages[0],
             count,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
 
-    def run(self, forwards: Mapping[int, Sequence[_StageCompute]]) -> float:
-        """Run forward and backward of all micro-batches; returns the seconds of computation.
+    def run(self, forwards: Mapping[int, Sequence[_StageCompute]]) -> None:
+        """Run forward and backward of all micro-batches.
 
         Args:
             forwards: For each stage of this rank, the forward of each micro-batch.
         """
         for stage, module in self._modules.items():
             module.forwards = iter(forwards[stage])
-        before = sum(each.busy_s for each in self._torch_stages)
         inputs = (self._numbers,) if 0 in self._modules else ()
         self._schedule.step(*inputs, target=self._numbers, return_outputs=False)
-        return sum(each.busy_s for each in self._torch_stages) - before
 
 
 class _StageModule(nn.Module):
@@ -469,47 +481,50 @@ class _StageModule(nn.Module):
 
     is_stage = True  # `paceline verify` looks for it
 
-    def __init__(self, part: ModelPart, stage: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(part.layers_of(stage))
-        self.intercepted = part.intercepted
+        if not isinstance(module, FSDPModule):  # torch would free its gathered parameters
+            self.module = module  # whose parameters zero-bubble schedules ask for
         self.forwards: Iterator[_StageCompute] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         return next(self.forwards)(received)
 
 
-class _TimedStage(PipelineStage):
-    """Adds up the seconds of its computations."""
+class _Stage(PipelineStage):
+    """Tells the clock, and FSDP, when a forward or backward begins."""
 
-    submod: _StageModule
-    busy_s = 0.0
+    begin_backward: Callable[[int], None]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(FORWARD, super().forward_one_chunk, args, kwargs)
+        with _phase(FORWARD):
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.submod.intercepted():
-            return self._timed(BACKWARD, super().backward_one_chunk, args, kwargs)
+        self.begin_backward(self.stage_index)
+        with _phase(BACKWARD):
+            return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.submod.intercepted():
-            return self._timed(BACKWARD, super().backward_weight_one_chunk, args, kwargs)
+        with _phase(BACKWARD):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
-    def _timed(self, phase: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        began, was = time.perf_counter(), clock.begin(phase)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self.busy_s += time.perf_counter() - began
-            clock.end(was)
+
+@contextlib.contextmanager
+def _phase(phase: int) -> Iterator[None]:
+    was = clock.begin(phase)
+    try:
+        yield
+    finally:
+        clock.end(was)
 
 
 def _whole_backward() -> Callable[[], None]:
     """A `dw_builder` for zero-bubble schedules: the backward computes all gradients at once.
 
     torch calls what it returns in place of a later backward of the weights, so nothing is left to do. Needed
-    before torch 2.13, which adds the gradient of a weight too often if a stage uses the weight twice.
+    with FSDP, whose hooks run in a whole backward, and before torch 2.13, which adds the gradient of a weight
+    too often if a stage uses the weight twice.
     """
     return lambda: None
 

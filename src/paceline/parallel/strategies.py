@@ -10,7 +10,7 @@ from paceline.errors import ConfigError, listed
 from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import wrapped_by
+from paceline.parallel.modules import is_pipeline, wrapped_by
 from paceline.parallel.strategy import Strategy
 
 
@@ -28,7 +28,8 @@ def strategy_for(job: Job, models: Sequence[nn.Module], *, reproducible: bool) -
             )
     wraps = {wrapped_by(model) for model in models}
     pp = 1 if job.mesh is None else job.mesh.pp
-    if pp > 1 and "paceline.pipeline" not in wraps:
+    has_stages = any(map(is_pipeline, models))
+    if pp > 1 and not has_stages:
         raise ConfigError(
             f"the mesh is {job.mesh}, but the model is not split into stages.",
             fix="model = paceline.pipeline(job, model)",
@@ -47,7 +48,7 @@ def strategy_for(job: Job, models: Sequence[nn.Module], *, reproducible: bool) -
         )
     if job.world_size == 1 and not is_split:
         return ExactStrategy if reproducible else Strategy
-    if "paceline.pipeline" in wraps:
+    if has_stages:
         from paceline.parallel.pipeline import PipelineStrategy
 
         return PipelineStrategy

@@ -15,7 +15,7 @@ file, and an entry in `strategies.py`. It writes those of these eight members th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -172,6 +172,10 @@ class Strategy:
         Args:
             skips_non_finite: Whether the training goes on after a gradient with NaN or infinity.
         """
+
+    # Makes a number the largest of all ranks, in place, so that all decide alike about an overflow in fp16;
+    # None if each rank has whole gradients.
+    largest_over_ranks: Callable[[torch.Tensor], None] | None = None
 
     def run(self, loss: LossRun) -> None:
         """Run forward and backward of all micro-batches of a step."""

@@ -88,7 +88,7 @@ def tensor_parallel(job: Job, module: nn.Module, *, plan: Plan | None = None) ->
     Collective: all ranks, once for each model, in the same order.
     """
     size = 1 if job.mesh is None else job.mesh.tp
-    refuse_wrapped(module, wrap="paceline.tensor_parallel")
+    refuse_wrapped(module, wrap="paceline.tensor_parallel", after=("paceline.pipeline",))
     refuse_compiled(module, wrap="paceline.tensor_parallel")
     refuse_module(job, module, wrap="paceline.tensor_parallel", may_be_meta=True)
     own: Any = getattr(module, "tp_plan", None)

@@ -1,20 +1,51 @@
 """Number formats of a step: fp32, bf16 or fp16 autocast, and the loss scale that fp16 needs.
 
-A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. Ranks need no exchange
-for the scaler: summed gradients, with their NaN and infinity, are equal on all ranks. Under FSDP each rank
-holds parts of them, and torch exchanges what its scaler has found.
+A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. With DDP ranks need no exchange
+for the scaler: summed gradients, with their NaN and infinity, are equal on all ranks. If ranks hold parts of
+the model, they exchange what they have found, over all axes of the mesh.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paceline import torch_private
 from paceline.errors import ConfigError
+from paceline.parallel.modules import local, owned_parameters
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's scaler, which can check gradients that are split over ranks.
+
+    Attributes:
+        agree: Makes a number the largest of all ranks, in place; None if gradients are equal on all ranks.
+    """
+
+    agree: Callable[[torch.Tensor], None] | None = None
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        if self.agree is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        gradients = [local(p.grad) for p in owned_parameters(optimizer) if p.grad is not None]
+        if gradients := [g for g in gradients if g.numel()]:
+            # With `cpu_offload` of FSDP they are on the host.
+            torch._foreach_mul_(gradients, inv_scale.to(gradients[0].device))
+            norms = torch._foreach_norm(gradients, float("inf"))
+            is_finite = torch.stack([norm.float() for norm in norms]).isfinite().all()
+            found_inf.copy_(~is_finite)
+        self.agree(found_inf)
+        return {found_inf.device: found_inf}
 
 
 class Precision:
@@ -30,7 +61,7 @@ class Precision:
         self._autocast = autocast_of(name, device)
         self.name = name
         self.scales = name == "fp16"
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.scales)
+        self.scaler = _Scaler(device.type, enabled=self.scales)
         # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
         self.scaler.scale(torch.zeros((), device=device))
         self._inside = False
@@ -50,9 +81,12 @@ class Precision:
         """The loss times the loss scale."""
         return self.scaler.scale(loss) if self.scales else loss
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale."""
+    def unscale(
+        self, optimizer: torch.optim.Optimizer, agree: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        """Divide the gradients by the loss scale. `agree`: see `Strategy.largest_over_ranks`."""
         if self.scales:
+            self.scaler.agree = agree
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -434,7 +434,7 @@ class Step:
         check_clip_norm(clip_norm)
         clock.enter(OPTIMIZER)
         for record in records:
-            context.precision.unscale(record.trained.optimizer)
+            context.precision.unscale(record.trained.optimizer, context.strategy.largest_over_ranks)
         is_finite = self._clip(records, clip_norm)
         self.is_updating = True
         for record in records:
@@ -743,10 +743,10 @@ class _LossRun:
 
     def end(self, count: float | torch.Tensor) -> None:
         clock.enter(BACKWARD)
-        (record,) = self._step._records
-        record.backwards = len(self._micros)
-        record.loss, record.count = self.loss, count
-        self._step._complete_gradients([record])
+        for record in self._step._records:
+            record.backwards = len(self._micros)
+            record.loss, record.count = self.loss, count
+        self._step._complete_gradients(self._step._records)
         clock.enter(OTHER)
 
     @contextmanager
@@ -770,9 +770,12 @@ class _LossRun:
         step, micro = self._step, self._micros[index]
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._given, micro)
-        start, own = step._start_and_logged(loss, count, self._reduction, loss, micro)
+        if micro.is_padding:
+            return loss * 0, False
+        scaled = step._context.precision.scale(loss)
+        start, own = step._start_and_logged(loss, count, self._reduction, scaled, micro)
         self._sums[index] = own, count
-        return loss * start, not weight.has_no_gradient(loss, count, self._reduction)
+        return scaled * start, not weight.has_no_gradient(loss, count, self._reduction)
 
     @property
     def loss(self) -> torch.Tensor | None:

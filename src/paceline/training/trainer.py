@@ -343,22 +343,20 @@ def _wrap_for(strategy: str | Mesh | Wrap, job: Job, module: nn.Module) -> nn.Mo
     """Wrap a module as the axes of the job's mesh need it, with `ddp` or `fsdp`, or by a function."""
     if not isinstance(strategy, str | Mesh):
         return strategy(job, module)
-    if isinstance(strategy, Mesh) and job.mesh is not None and job.mesh.pp > 1:
+    mesh = job.mesh if isinstance(strategy, Mesh) and job.mesh is not None else Mesh()
+    if mesh.pp > 1:
         from paceline.parallel.pipeline import pipeline
 
-        return pipeline(job, module)
-    if isinstance(strategy, Mesh):
-        is_split = strategy.tp != 1 or strategy.dp_shard != 1
-    else:
-        is_split = strategy == "fsdp"
-    if not is_split:
-        return ddp(job, module)
-    from paceline.parallel.fsdp import fsdp
-    from paceline.parallel.tensor import tensor_parallel
+        module = pipeline(job, module)
+    if mesh.tp > 1:
+        from paceline.parallel.tensor import tensor_parallel
 
-    if job.mesh is not None and job.mesh.tp > 1:
         module = tensor_parallel(job, module)
-    return fsdp(job, module)
+    if strategy == "fsdp" or mesh.dp_shard > 1 or (mesh.tp > 1 and mesh.pp == 1):
+        from paceline.parallel.fsdp import fsdp
+
+        return fsdp(job, module)
+    return module if mesh.pp > 1 else ddp(job, module)
 
 
 def _parts(batch: Batch) -> tuple[Any, ...]:
