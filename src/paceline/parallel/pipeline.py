@@ -72,8 +72,8 @@ def pipeline(
             "zero_bubble" (gradients of weights are computed while a rank would wait; not with `fsdp`).
 
     Returns:
-        The module. Make the optimizer afterwards. A module on the meta device stays there; `fsdp` allocates
-        the layers of this rank.
+        The module. Make the optimizer afterwards. A module on the meta device stays there: `fsdp(init=)` or
+        `load_weights` allocates the layers of this rank only.
 
     Raises:
         ConfigError: a name is unknown; the number of stages does not fit the mesh; a stage would have no
@@ -90,15 +90,12 @@ def pipeline(
         )
     refuse_wrapped(module, wrap="paceline.pipeline")
     refuse_compiled(module, wrap="paceline.pipeline")
-    is_meta = any(p.is_meta for p in module.parameters())
-    if not is_meta:
-        refuse_module(job, module, wrap="paceline.pipeline")
+    refuse_module(job, module, wrap="paceline.pipeline", may_be_meta=True)
     stages = choose_stages(job, module, split, schedule)
     if ranks == 1:
         return module
     agree_on_parameters(job, module, f"{stages=}, {schedule=}")
-    if not is_meta:
-        broadcast_state(job, module, job.group)
+    broadcast_state(job, module, job.group)
     if job.rank == 0:
         log_stages(module, stages, schedule)
     module.__dict__[PIPELINE] = StageRunner(job, module, stages, schedule)
