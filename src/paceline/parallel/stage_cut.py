@@ -273,6 +273,11 @@ class Cut:
         except Exception as error:
             if run.computes or isinstance(error, PacelineError):
                 raise
+            if run.sent is not None:  # it may be an error of the user
+                error.add_note(
+                    "paceline: raised after the last layer of a stage, with placeholders."
+                )
+                raise
             raise self._error(
                 f"stage {run.stage} cannot skip the computations between the layers of other stages: "
                 f"{type(error).__name__}: {error}"
