@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ LAYOUTS = {
     "fsdp on 4": Mesh(dp_shard=4),
     "hsdp on 4": Mesh(dp_replicate=2, dp_shard=2),
     "tp x fsdp on 4": Mesh(tp=2, dp_shard=2),
+    "pp x fsdp on 4": Mesh(pp=2, dp_shard=2),
+    "pp x tp on 4": Mesh(pp=2, tp=2),
 }
 BATCH, WARM_UP = 32, 3
 CHUNKS = 4  # micro-batches of a pipeline
@@ -64,12 +66,7 @@ def by_hand(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple[Ste
     if mesh.pp > 1:
         return pipeline_by_hand(job, model, ids)
     if mesh.tp > 1:
-        plan = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
-        plan |= {"attention.wo": RowwiseParallel()}
-        plan |= {"feed_forward.fc1": ColwiseParallel(), "feed_forward.fc2": RowwiseParallel()}
-        for block in model.layers:
-            parallelize_module(block, devices["tp"], plan)
-            block.attention.n_heads //= mesh.tp
+        split_layers(model.layers, devices["tp"])
     if mesh.dp_shard > 1:
         names = [n for n in ("dp_replicate", "dp_shard") if mesh.axes[n] > 1]
         for layer in (*model.layers, model):
@@ -93,26 +90,45 @@ def by_hand(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple[Ste
     return step, optimizer
 
 
+def split_layers(layers: Iterable[nn.Module], mesh: Any) -> None:
+    """Tensor parallel in blocks of the GPT."""
+    plan = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {"attention.wo": RowwiseParallel()}
+    plan |= {"feed_forward.fc1": ColwiseParallel(), "feed_forward.fc2": RowwiseParallel()}
+    for block in layers:
+        parallelize_module(block, mesh, plan)
+        block.attention.n_heads //= mesh.size()
+
+
 def pipeline_by_hand(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple[Step, Any]:
     """Two stages with equal numbers of layers."""
     half = len(model.layers) // 2
-    is_first = job.rank == 0
+    mesh, devices, data = job.mesh, job.device_mesh, job.data
+    place = devices["pp"].get_local_rank()
+    is_first = place == 0
+    layers = model.layers[:half] if is_first else model.layers[half:]
+    if mesh.tp > 1:
+        split_layers(layers, devices["tp"])
     own = [model.embed, *model.layers[:half]] if is_first else [*model.layers[half:], model.norm]
     stage = nn.Sequential(*own) if is_first else nn.Sequential(*own, model.head)
-    group = job.device_mesh["pp"].get_group()
+    group = devices["pp"].get_group()
+    if mesh.dp_shard > 1:  # as torchtitan: a stage stays gathered during a step
+        for layer in (*layers, stage):
+            fully_shard(layer, mesh=devices["dp_shard"], reshard_after_forward=False)
+    rows = torch.arange(data.rank, BATCH, data.size)
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     schedule = Schedule1F1B(
-        PipelineStage(stage, job.rank, 2, job.device, group=group), CHUNKS, loss_fn=loss_of
+        PipelineStage(stage, place, 2, job.device, group=group), CHUNKS, loss_fn=loss_of
     )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     at = 0
 
     def step() -> torch.Tensor:
         nonlocal at
-        chunk = ids[at : at + BATCH]
+        chunk = ids[at : at + BATCH][rows]
         at = (at + BATCH) % len(ids)
         losses: list[torch.Tensor] = []
         inputs = (chunk[:, :-1],) if is_first else ()
@@ -128,7 +144,7 @@ def by_paceline(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple
     model = wrap(job, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = TensorDataset(ids[:, :-1], ids[:, 1:])
-    chunk = BATCH // CHUNKS if job.mesh.pp > 1 else None
+    chunk = BATCH // job.data.size // CHUNKS if job.mesh.pp > 1 else None
     batches = paceline.Batches(job, data, global_batch=BATCH, micro_batch=chunk, shuffle=False)
     training = paceline.Training(job, model, optimizer, batches)
     steps: Iterator[paceline.Step] = training.steps()

@@ -106,12 +106,12 @@ def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
     """The model in the layout of the job's mesh."""
     mesh = job.mesh
     if mesh.pp > 1:
-        return paceline.pipeline(job, model)
+        model = paceline.pipeline(job, model)
     if mesh.tp > 1:
         model = paceline.tensor_parallel(job, model)
     if mesh.tp > 1 or mesh.dp_shard > 1:
         return paceline.fsdp(job, model, blocks=Block)
-    return paceline.ddp(job, model)
+    return model if mesh.pp > 1 else paceline.ddp(job, model)
 
 
 def token_loss(model, batch):
