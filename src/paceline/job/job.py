@@ -228,9 +228,9 @@ class Job:
             behind those of the others. In a job of one process, `tensor` itself.
 
         Raises:
-            StepError: on all ranks: the ranks' tensors differ in dtype, in other dimensions, or in whether
-                they require a gradient; the step has several micro-batches on a rank; some ranks do not
-                call it.
+            RankDisagreement: the tensors of the ranks differ in dtype, in other dimensions, or in whether
+                they require a gradient.
+            StepError: the step has several micro-batches.
             ConfigError: the mesh has a pipeline.
 
         Cost: the ranks also exchange the numbers of rows on the host, so each waits for the slowest.
