@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_gpt import GPT, Block, make_tokens, token_loss, wrap
+from small_gpt import GPT, Block, make_tokens, token_loss
 from small_trainings import check_messages, make_training, refusals, train
 from torch import nn
 
@@ -110,24 +110,49 @@ def test_every_layout_gets_the_weights_of_every_form(mesh: Mesh, tmp_path: Path)
     assert losses[0][1] < losses[0][0]
 
 
-def _stage(job: Any, folder: str) -> int:
-    model = wrap(job, GPT())
+def _stage(job: Any, folder: str, schedule: str) -> int:
     wanted = torch.load(f"{folder}/wanted", weights_only=True)
-    paceline.load_weights(model, f"{folder}/run")
-    own = dict(model.named_parameters())
-    for name, p in own.items():
-        assert torch.equal(p, wanted[name].float())
-    with pytest.raises(paceline.CheckpointError, match=r"tokens\.weight: the model has"):
-        paceline.load_weights(
-            model, f"{folder}/run", rename=lambda name: name.replace("tokens.weight", "tokens")
-        )
+    losses = []
+    for meta in (False, True):
+        with torch.device("meta" if meta else "cpu"):
+            model: Any = GPT(layers=4)
+        model = paceline.pipeline(job, model, schedule=schedule)
+        if job.mesh.tp > 1:
+            model = paceline.tensor_parallel(job, model)
+        if job.mesh.dp_shard > 1:
+            model = paceline.fsdp(job, model, blocks=Block, init="later" if meta else None)
+        with pytest.raises(paceline.CheckpointError, match=r"tokens\.weight: the model has"):
+            paceline.load_weights(
+                model, f"{folder}/w", rename=lambda name: name.replace("tokens.weight", "tokens")
+            )
+        paceline.load_weights(model, f"{folder}/w")
+        own = dict(model.named_parameters())
+        for name, p in own.items():
+            assert torch.equal(whole(p), wanted[name]), (meta, name)
+        training = make_training(job, model, make_tokens(12), count="tokens")
+        losses.append(train(training, token_loss, until=2).losses)
+    assert losses[0] == losses[1]
     return len(own)
 
 
-def test_a_stage_reads_its_own_layers(tmp_path: Path) -> None:
-    wanted = _write(tmp_path)
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        (Mesh(pp=2), "interleaved"),
+        pytest.param(Mesh(pp=2, dp_shard=2), "1f1b", marks=pytest.mark.slow),
+        pytest.param(Mesh(pp=2, dp_shard=2), "interleaved", marks=pytest.mark.slow),
+        pytest.param(Mesh(pp=2, tp=2), "1f1b", marks=pytest.mark.slow),
+        pytest.param(Mesh(pp=2, tp=2, dp_shard=2), "1f1b", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_stage_reads_its_own_layers(mesh: Mesh, schedule: str, tmp_path: Path) -> None:
+    wanted = dict(GPT(layers=4).state_dict())
     torch.save(wanted, tmp_path / "wanted")
-    assert sum(run_ranks(_stage, str(tmp_path), nproc=2, mesh=Mesh(pp=2))) == len(wanted)
+    write_shards(tmp_path / "w", open_weights(tmp_path / "wanted"), 4000)
+    nproc = mesh.data_size * mesh.tp * mesh.pp
+    numbers = run_ranks(_stage, str(tmp_path), schedule, nproc=nproc, mesh=mesh)
+    assert sum(numbers) == len(wanted) * nproc / mesh.pp
 
 
 def _net() -> nn.Module:
