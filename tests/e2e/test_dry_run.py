@@ -58,10 +58,15 @@ def test_layouts(layout: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_degree_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    ended = _run(["--dry-run", "6", str(EXAMPLES / "gpt_3d.py"), "--tp", "4"], tmp_path)
+@pytest.mark.parametrize(
+    ("degree", "what"),
+    [("--tp", "needs a multiple of 4 ranks"), ("--pp", "a pipeline cannot be run")],
+)
+def test_a_layout_that_cannot_be_run_is_an_error(degree: str, what: str, tmp_path: Path) -> None:
+    ranks = "6" if degree == "--tp" else "8"
+    ended = _run(["--dry-run", ranks, str(EXAMPLES / "gpt_3d.py"), degree, "4"], tmp_path)
     assert ended.code != 0
-    assert "needs a multiple of 4 ranks" in ended.err
+    assert what in ended.err
 
 
 @pytest.mark.parametrize(

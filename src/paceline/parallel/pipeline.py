@@ -94,6 +94,12 @@ def pipeline(
     stages = choose_stages(job, module, split, schedule)
     if ranks == 1:
         return module
+    if job.is_dry_run:
+        raise ConfigError(
+            "a pipeline cannot be run by `paceline run --dry-run`.",
+            why="the shapes that a stage receives come from the ranks of other stages, which do not exist.",
+            fix="leave the axis pp out of the dry run; see the formulas of docs/howto/models.md.",
+        )
     agree_on_parameters(job, module, f"{stages=}, {schedule=}")
     broadcast_state(job, module, job.group)
     if job.rank == 0:
