@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SKIPS = (
-    r"cuda|CUDA|GPU|gpu|NCCL|[Nn]ccl|NVIDIA|torchvision",  # needs hardware or packages that this machine lacks
+    r"cuda|CUDA|GPU|gpu|NCCL|[Nn]ccl|NVIDIA|torchvision",  # needs what this machine lacks
     r"Only MPI supports",  # skipped for Gloo by its name; test_shm.py covers them
     r"world size",  # needs 3 or 4 ranks
     r"issues/\d+|Test is failing",  # broken in torch
