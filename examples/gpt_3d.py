@@ -1,9 +1,10 @@
-"""Train one small GPT under any layout of the ranks: replicas, shards, split layers, stages.
+"""Train one small GPT under any layout of the ranks: replicas, shards, split layers, stages, their products.
 
     paceline run --nproc-per-node 4 examples/gpt_3d.py                       # replicas (DDP)
     paceline run --nproc-per-node 4 examples/gpt_3d.py --dp-shard 4          # FSDP2
     paceline run --nproc-per-node 4 examples/gpt_3d.py --tp 2 --dp-shard 2   # tensor parallel and FSDP2
     paceline run --nproc-per-node 4 examples/gpt_3d.py --pp 2                # pipelines of 2 stages
+    paceline run --nproc-per-node 8 examples/gpt_3d.py --pp 2 --tp 2 --dp-shard 2   # all three
 
 The model learns sums such as "17+25=42.". Every layout gives the losses of one process, to rounding. Kill a
 rank, or start the script again with another layout: it resumes from the last checkpoint.

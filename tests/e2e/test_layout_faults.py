@@ -82,6 +82,18 @@ def test_a_killed_rank_is_named_and_replaced(
 
 
 @pytest.mark.slow
+def test_three_dimensions_on_eight_ranks_train_as_one_process(tmp_path: Path) -> None:
+    calm = _train(1, "--epochs=1", tmp_path / "calm")
+    assert calm.code == 0, calm
+    cube = _train(8, "--pp=2 --tp=2 --dp-shard=2 --epochs=1", tmp_path / "cube")
+    assert cube.code == 0, cube
+    assert _loss(cube) == pytest.approx(_loss(calm), abs=2e-4)
+    torch.testing.assert_close(
+        _weights(tmp_path / "cube"), _weights(tmp_path / "calm"), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.slow
 def test_a_preempted_job_goes_on_in_other_layouts(tmp_path: Path) -> None:
     calm = _train(1, "", tmp_path / "calm")
     assert calm.code == 0, calm
