@@ -164,6 +164,7 @@ class Masked(nn.Module):
         return {"logits": self.head(x)[:, :-1]}
 
 
+NUMBER = "batchnorm.num_batches_tracked"
 FORMS: list[tuple[str, dict[str, bool]]] = [
     (schedule, options)
     for schedule in SCHEDULE_NAMES
@@ -874,6 +875,22 @@ def _on_meta(job: Any, schedules: list[str]) -> list[Trained]:
 )
 def test_a_model_on_the_meta_device_and_fsdp_under_all_schedules(layout: tuple[int, Mesh]) -> None:
     _assert_as_one_process(_on_meta, list(SCHEDULE_NAMES), layout=layout)
+
+
+def _batches_tracked(job: Any) -> int | None:
+    """3 samples in micro-batches of one on 2 data ranks: one has a padding micro-batch."""
+    net = Masked()
+    model = paceline.fsdp(job, paceline.pipeline(job, net))
+    train(make_training(job, model, make_tokens(3), micro_batch=1), _loss_of_logits, until=1)
+    state = model.state_dict()
+    return int(state[NUMBER]) if NUMBER in state else None
+
+
+@pytest.mark.slow
+def test_batchnorm_does_not_count_padding() -> None:
+    found = run_ranks(_batches_tracked, nproc=4, mesh=PP_FSDP)
+    assert found[:2] == [None, None]
+    assert sorted(found[2:]) == [1, 2]
 
 
 def _score_twice(job: Any) -> None:

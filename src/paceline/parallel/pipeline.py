@@ -135,7 +135,10 @@ class PipelineStrategy(FSDPStrategy):
     def run(self, loss: LossRun) -> None:
         number = loss.begin()
         self._has_run = number > 0
+        if self._has_padding:
+            self._runner.set_padding = self._padding_mode.set
         self._runner.run(loss, number)
+        self._padding_mode.set(False)
         loss.end(self._count_of_last_stage(loss.count))
 
     def _count_of_last_stage(self, count: float | torch.Tensor) -> torch.Tensor:

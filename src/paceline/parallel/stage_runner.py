@@ -60,8 +60,6 @@ _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
-# Computes one stage of one micro-batch: what it sends, from what it receives.
-_StageCompute = Callable[[torch.Tensor], torch.Tensor]
 # Tensors without memory like the input and the output of each stage of this rank.
 _Templates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -86,6 +84,7 @@ class StageRunner:
         group: The ranks that hold the stages of one replica.
         cut: The stages of this rank.
         owners: The parameters and buffers of the whole model by name.
+        set_padding: Called before each forward with whether it is that of a padding micro-batch.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
@@ -103,6 +102,7 @@ class StageRunner:
         self.cut = Cut(job, module, stages, own_stages)
         self._has_last = self.cut.last_stage in own_stages
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
+        self.set_padding: Callable[[bool], None] = lambda _: None
         self.calls_left: int | None = None
         # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
         # "refuse": an error, because the schedule runs. "all_stages": it runs all stages.
@@ -121,33 +121,16 @@ class StageRunner:
         """Forward and backward of a step's micro-batches."""
         arguments = [self._capture(step, index) for index in range(num_micro_batches)]
         shapes = [repr(_shapes(each)) for each in arguments]
-        for module in self.cut.modules.values():
-            for layer in module.modules():
-                if isinstance(
-                    layer, FSDPModule
-                ):  # all ranks of the data axis, whatever their shapes are
-                    layer.unshard(async_op=True)
+        # Here, because forwards come in other numbers on data ranks with other shapes.
+        for layer in (layer for module in self.cut.modules.values() for layer in module.modules()):
+            if isinstance(layer, FSDPModule):
+                layer.unshard(async_op=True)
         self._backwards_left = dict.fromkeys(self.cut.modules, num_micro_batches)
         self._mode = "refuse"
         try:
             for shape, indices in self._groups(shapes):
                 schedule = self._schedule_for(step, indices, shape, arguments[indices[0]])
-                schedule.run(
-                    {
-                        stage: [
-                            partial(
-                                self._compute_stage_or_loss,
-                                step,
-                                index,
-                                stage,
-                                arguments[index],
-                                output,
-                            )
-                            for index in indices
-                        ]
-                        for stage, (_, output) in schedule.templates.items()
-                    },
-                )
+                schedule.run(indices, partial(self._compute_stage_or_loss, step, arguments))
         except RuntimeError as error:
             self._reraise(error)
         finally:
@@ -217,6 +200,7 @@ class StageRunner:
         received: torch.Tensor | None,
     ) -> Any:
         """A stage of a micro-batch: the tensor to send, or what the model returns."""
+        self.set_padding(step.is_padding(index))
         with step.forward_context(index):
             seed_layers = partial(step.seed_layers, index, stage)
             return self.cut.run_stage(stage, *arguments, received, seed_layers)
@@ -224,9 +208,9 @@ class StageRunner:
     def _compute_stage_or_loss(
         self,
         step: LossRun,
-        index: int,
+        arguments: Sequence[_Arguments],
         stage: int,
-        arguments: _Arguments,
+        index: int,
         template: torch.Tensor,
         received: torch.Tensor,
     ) -> torch.Tensor:
@@ -235,7 +219,9 @@ class StageRunner:
         Args:
             template: The shape and dtype for which the schedule has buffers.
         """
-        output = self._compute_stage(step, index, stage, arguments, received if stage else None)
+        output = self._compute_stage(
+            step, index, stage, arguments[index], received if stage else None
+        )
         if stage == self.cut.last_stage:
             # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
             return self._loss(step, index, output).float()
@@ -459,14 +445,11 @@ class _Schedule:
             scale_grads=False,
         )
 
-    def run(self, forwards: Mapping[int, Sequence[_StageCompute]]) -> None:
-        """Run forward and backward of all micro-batches.
-
-        Args:
-            forwards: For each stage of this rank, the forward of each micro-batch.
-        """
+    def run(self, indices: Sequence[int], compute: Callable[..., torch.Tensor]) -> None:
+        """Run forward and backward of these micro-batches; `compute` runs one forward of one stage."""
         for stage, module in self._modules.items():
-            module.forwards = iter(forwards[stage])
+            template = self.templates[stage][1]
+            module.forwards = iter([partial(compute, stage, index, template) for index in indices])
         inputs = (self._numbers,) if 0 in self._modules else ()
         self._schedule.step(*inputs, target=self._numbers, return_outputs=False)
 
@@ -485,7 +468,7 @@ class _StageModule(nn.Module):
         super().__init__()
         if not isinstance(module, FSDPModule):  # torch would free its gathered parameters
             self.module = module  # whose parameters zero-bubble schedules ask for
-        self.forwards: Iterator[_StageCompute] = iter(())
+        self.forwards: Iterator[Callable[[torch.Tensor], torch.Tensor]] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         return next(self.forwards)(received)

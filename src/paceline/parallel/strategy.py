@@ -45,6 +45,9 @@ class LossRun(Protocol):
     def begin(self) -> int:
         """Load the micro-batches. Returns their number on this rank."""
 
+    def is_padding(self, index: int) -> bool:
+        """Whether it is a padding micro-batch."""
+
     def forward_context(self, index: int) -> AbstractContextManager[None]:
         """The context of a forward: precision, and dropout's generator seeded for the micro-batch."""
 

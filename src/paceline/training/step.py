@@ -749,6 +749,9 @@ class _LossRun:
         self._step._complete_gradients(self._step._records)
         clock.enter(OTHER)
 
+    def is_padding(self, index: int) -> bool:
+        return self._micros[index].is_padding
+
     @contextmanager
     def forward_context(self, index: int) -> Iterator[None]:
         context = self._step._context
