@@ -338,6 +338,7 @@ def _dropping(job: Any) -> None:
 
 # What is wrong with a `Simple`.
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "patched": lambda net: setattr(net, "forward", net.forward),
     "tied": lambda net: setattr(net.last, "weight", net.first.weight),
     "shared": lambda net: setattr(net, "third", net.first),
     "unowned": lambda net: setattr(net, "token", nn.Parameter(torch.ones(4))),
@@ -875,6 +876,25 @@ def _on_meta(job: Any, schedules: list[str]) -> list[Trained]:
 )
 def test_a_model_on_the_meta_device_and_fsdp_under_all_schedules(layout: tuple[int, Mesh]) -> None:
     _assert_as_one_process(_on_meta, list(SCHEDULE_NAMES), layout=layout)
+
+
+def _all_axes(job: Any, schedules: list[str]) -> list[Trained]:
+    found = []
+    for schedule in schedules:
+        model = _wrap(job, GPT(layers=4).double(), schedule=schedule)
+        if job.world_size > 1:
+            model = paceline.tensor_parallel(job, model)
+            model = paceline.fsdp(job, model, blocks="layers.*")
+        training = make_training(job, model, make_tokens(7), micro_batch=1, count="tokens")
+        found.append(train(training, _masked_loss, until=3, clip_norm=0.5))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_schedules_beside_tensor_parallel_and_replicas(replicas: int) -> None:
+    layout = (4 * replicas, Mesh(pp=2, tp=2, dp_replicate=replicas))
+    _assert_as_one_process(_all_axes, list(SCHEDULE_NAMES), layout=layout)
 
 
 def _batches_tracked(job: Any) -> int | None:

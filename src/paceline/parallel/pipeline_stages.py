@@ -41,6 +41,7 @@ def choose_stages(
         stages = _named_stages(module, [split] if isinstance(split, str) else list(split))
         _refuse_unowned(module, [unit for units in stages for unit in units])
     _refuse_count(stages, ranks, schedule)
+    _refuse_patched(module, stages)
     _refuse_shared(module, stages)
     _refuse_untrained(module, stages, is_named=split != "auto")
     return stages
@@ -162,6 +163,18 @@ def _refuse_extra_state(module: nn.Module) -> None:
             why="stages exchange and save tensors only.",
             fix="keep what get_extra_state() returns in a buffer (register_buffer).",
         )
+
+
+def _refuse_patched(module: nn.Module, stages: list[list[str]]) -> None:
+    """Refuse a `forward` that was put on a module that is cut: stages call that of its class."""
+    inside = {unit[:at] for units in stages for unit in units for at in range(len(unit))}
+    for name, each in module.named_modules():
+        if "forward" in vars(each) and (not name or f"{name}." in inside):
+            raise ConfigError(
+                f"the `forward` of {name or type(module).__name__} was replaced on the object.",
+                why="each stage has a copy of it, with its own layers.",
+                fix="override `forward` in a subclass.",
+            )
 
 
 def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
