@@ -291,6 +291,20 @@ class Checkpoints:
                 log.logger.warning("%s", self._error(job, save, outcome))
         self._ownership = self._newest = None  # another job may save there now
 
+    def save_alone(self, job: Job, step: int, state: Any, *, finite: Collection[str]) -> None:
+        """Save the state of a job that has failed by this rank alone; see `save`.
+
+        Raises:
+            CheckpointError: it is not saved; the earlier checkpoints are as they were.
+
+        Collective: none.
+        """
+        if (save := self._in_flight) is not None:
+            self._in_flight = None
+            save.cancel()
+        self._newest = None  # to own the folder, if another rank did
+        self.save(job.alone(), step, state, finite=finite)
+
     def resume(
         self,
         job: Job,

@@ -7,6 +7,7 @@ nothing waits for peers: the rank reports the failure, closes its connections, a
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -88,6 +89,7 @@ class Job:
         peers: the failures of the ranks; None in a job of one process.
         alive: whether the job has not been left.
         failed: whether an error ends the job.
+        failure: that error; None if there is none.
         preempted: the preemption that ends the job, if one does.
         left_loops: the training loops that this rank left early, until `check_loop_exit`.
 
@@ -123,6 +125,7 @@ class Job:
         self.peers: Peers | None = None
         self.alive = True
         self.failed = False
+        self.failure: BaseException | None = None
         self.preempted: Preempted | None = None
         self.left_loops: list[LeftLoop] = []
         self._leave_actions: dict[int, Callable[[], None]] = {}
@@ -294,7 +297,7 @@ class Job:
         """
         if not self.alive:
             return
-        self.failed = True
+        self.failed, self.failure = True, error
         if self.peers is not None:
             self.peers.mark_failed(error)
         failures.tell_launcher(error)
@@ -354,6 +357,18 @@ class Job:
         for left in loops:
             left.finish()
         notice.deliver()
+
+    def alone(self) -> Job:
+        """This job as one of one rank, for work after a failure, which no other rank takes part in.
+
+        Collective: none.
+        """
+        job = copy.copy(self)
+        job.rank, job.world_size, job.local_rank, job.local_world_size = 0, 1, 0, 1
+        job.group = job.control = job.store = job.exchange = job.peers = None
+        job.mesh = job.device_mesh = job._data = None
+        job.failed = False
+        return job
 
     def where(self, *, step: int | None = None, detail: str = "") -> str:
         """This rank, host and step (the current one by default), for errors. Collective: none."""

@@ -58,15 +58,19 @@ class Notice:
         self._is_taken = False
         self._ending = False
 
-    def watch(self, watcher: object) -> None:
-        """Record signals from now on, except those that the user handles or ignores."""
+    def watch(self, watcher: object, *, saves_after_failure: bool) -> None:
+        """Record signals from now on, except those that the user handles or ignores.
+
+        Args:
+            saves_after_failure: Whether the launcher should give this rank time when another rank fails.
+        """
         if self._ending or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         if not self._watchers:
             self.received, self._came_at, self._is_taken = "", None, False
             # The first code of a rank of `paceline run` has this name; it imports no paceline.
             if worker := sys.modules.get("paceline.launch.worker"):
-                worker.report_training()
+                worker.report_training(saves_after_failure)
         self._watchers.add(id(watcher))
         for number in SIGNALS:
             if signal.getsignal(number) == signal.SIG_DFL:

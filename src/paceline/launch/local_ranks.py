@@ -71,7 +71,8 @@ class Event:
 
     Attributes:
         event: "final_error": it ends by itself now; "seen_error": it may go on; "exit": the script called
-            sys.exit(); "interrupted": by KeyboardInterrupt; "training": one that handles preemption signals.
+            sys.exit(); "interrupted": by KeyboardInterrupt; "training": one that handles preemption signals;
+            "saves_after_failure": one that saves its last step when another rank fails.
         place: Where the script was.
     """
 
@@ -253,6 +254,11 @@ class Rank:
     def trains(self) -> bool:
         """Whether it has begun a training, which saves and ends after a preemption signal."""
         return any(event.event == "training" for event in list(self.events))
+
+    @property
+    def saves_after_failure(self) -> bool:
+        """Whether it saves the last step by itself, when a failure of another rank breaks its collectives."""
+        return any(event.event == "saves_after_failure" for event in list(self.events))
 
     def check_suspended(self, now: float) -> bool:
         """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
@@ -517,21 +523,28 @@ class LocalRanks:
     ) -> None:
         """End all ranks: send this signal, then SIGKILL after `grace_s` seconds.
 
+        After a failure, ranks that may save their last step by themselves get no signal before SIGKILL.
+
         Args:
             skip_grace: Returns True if SIGKILL has to be sent at once.
             may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
-            if not rank.reported_error:
-                if not may_save:
-                    rank.told_to_end_at = rank.told_to_end_at or time.time()
-                    rank.send({"do": "ignore_preemption"})
-                rank.send_signal(number)
+            if rank.reported_error:
+                continue
+            if not may_save:
+                rank.told_to_end_at = rank.told_to_end_at or time.time()
+                if rank.saves_after_failure and not rank.hung:
+                    continue  # it gets an error from its next collective
+                rank.send({"do": "ignore_preemption"})
+            rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)
         late = [rank for rank in self.ranks if rank.poll() is None]
         for rank in late:
             rank.kill()
-        if late and may_save and not skip_grace():
+        if not may_save:
+            late = [rank for rank in late if rank.saves_after_failure]
+        if late and not skip_grace():
             them = name_ranks(rank.rank for rank in late)
             self.say(
                 f"{them} did not end within {grace_s:g} s, and got SIGKILL; see --shutdown-timeout"

@@ -394,10 +394,16 @@ def report_before_clean_up(error: BaseException) -> None:
         _control.send(_describe(error, "seen_error"))
 
 
-def report_training() -> None:
-    """Tell the launcher, if this is a rank, that a training handles preemption signals."""
+def report_training(saves_after_failure: bool) -> None:
+    """Tell the launcher, if this is a rank, that a training handles preemption signals.
+
+    Args:
+        saves_after_failure: Whether it may also save its last step when another rank fails.
+    """
     if _control is not None:
         _control.send({"event": "training"})
+        if saves_after_failure:
+            _control.send({"event": "saves_after_failure"})
 
 
 def _describe(error: BaseException, event: str, **more: Any) -> dict[str, Any]:

@@ -585,6 +585,14 @@ class Step:
         return StepLoss(context.job, self.number, *self._local_loss())
 
     @property
+    def is_partly_updated(self) -> bool:
+        """Whether an update has begun and not ended, or only some optimizers have taken the step.
+
+        Collective: none.
+        """
+        return self.is_updating or 0 < self._num_not_updated < len(self._records)
+
+    @property
     def is_done(self) -> bool:
         """Whether every optimizer was updated.
 

@@ -39,7 +39,7 @@ from paceline.parallel import syncbn
 from paceline.parallel.modules import equalize_buffers, is_split
 from paceline.parallel.strategies import strategy_for
 from paceline.parallel.strategy import Strategy
-from paceline.training import dry_run, weight
+from paceline.training import dry_run, survivors, weight
 from paceline.training.auto_micro_batch import AutoMicroBatch
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
@@ -282,7 +282,7 @@ class Training:
             return
         self._begin(epochs, until)
         agreed = self._control.agreed
-        notice.watch(self)
+        notice.watch(self, saves_after_failure=self._may_save_alone)
         clock.start(_new_event(self.job.device))
         hooks = [o.register_step_pre_hook(self._refuse_own_step) for o in self.optimizers]
         try:
@@ -704,12 +704,41 @@ class Training:
         if self._step is not None:
             self._leave_loop(self._step)
         try:
+            if self.job.failure is not None and survivors.may_save(self.job.failure):
+                self._save_after_failure()
             if self.job.preempted is not None:
                 self._save_interrupted(self.job.preempted)
         finally:
             self._report.close()
             if self.checkpoints is not None:
                 self.checkpoints.close(self.job)
+
+    @property
+    def _may_save_alone(self) -> bool:
+        """Whether this rank holds a whole copy of the state, and has a place for it."""
+        has_place = self.checkpoints is not None and not self.job.is_dry_run
+        return has_place and self._is_resumed and not any(map(is_split, self.models))
+
+    def _save_after_failure(self) -> None:
+        """Save the last completed step of a job that has failed."""
+        checkpoints = self.checkpoints
+        if checkpoints is None or not self._may_save_alone:
+            return
+        step = self._left[1] if self._left is not None else None
+        if step is not None and step.number > self.number:
+            if step.is_partly_updated:
+                return
+            if step.is_done:  # the weights are those of this step
+                self.number, self._last = step.number, step._planned
+        if self.number <= checkpoints.last_saved:
+            return
+
+        def save() -> None:
+            state = self._state.save(self.number, self.position)
+            finite = self._state.trained_paths()
+            checkpoints.save_alone(self.job, self.number, state, finite=finite)
+
+        survivors.save_newest(self.job, str(checkpoints.folder), self.number, save)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
         if self._left is None or self._left[0] not in self.job.left_loops:
