@@ -76,16 +76,16 @@ def main() -> None:
                 at("forward", step.number)
                 step.backward(loss, count=len(y), reduction="sum")
                 time.sleep(settings["slow_s"])
+            if settings["reproducible"]:
+                # A step runs twice if the scale of the exact sums changes.
+                ids = list(dict.fromkeys(ids))
+            # Before the update: other ranks may save this step if this one is killed after it.
+            row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
+            write(f"ledger-{job.rank}", row | {"time": time.time()})
             at("update", step.number)
             step.update()
             total = float(step.loss).hex()  # a sum over ranks, so every rank calls it
             at("end", step.number)
-            if settings["reproducible"]:
-                ids = list(
-                    dict.fromkeys(ids)
-                )  # a step runs twice if the scale of the exact sums changes
-            row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
-            write(f"ledger-{job.rank}", row | {"time": time.time()})
             if job.rank == 0:
                 row = {"attempt": attempt, "step": step.number, "time": time.time()}
                 write("losses", row | {"loss": total, "world": job.world_size})

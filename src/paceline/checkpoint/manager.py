@@ -303,6 +303,7 @@ class Checkpoints:
             self._in_flight = None
             save.cancel()
         self._newest = None  # to own the folder, if another rank did
+        self._planner = Planner()  # this rank writes the shares of the others too
         self.save(job.alone(), step, state, finite=finite)
 
     def resume(

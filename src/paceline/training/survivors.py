@@ -1,8 +1,8 @@
 """Saves the last completed step when a job fails: any rank that holds a whole copy of the state can.
 
 An update needs the gradients of all ranks, so a rank that fails in step `n` leaves the others with the
-weights of step `n - 1`, or of step `n` where the sums had arrived. The ranks that are left write the number of
-their last step to the job's store, and the one with the newest step saves it alone. The next start resumes
+weights of step `n - 1`, or of step `n` where the sums had arrived. The ranks that are left write the number
+of their last step to the job's store, and the one with the newest step saves it alone. The next start resumes
 there.
 """
 
