@@ -99,8 +99,7 @@ class Pass:
 
     begin: PassBegun
     batches: list[BatchGiven] = field(default_factory=list)
-    # For each batch, the backwards between it and the next batch of any loader.
-    backwards: list[list[BackwardBegun]] = field(default_factory=list)
+    trains: bool = False  # whether a backward followed a batch, before the next batch of any loader
     ended: bool = False  # whether the loader was exhausted
 
     @property
@@ -277,10 +276,10 @@ class RankLog:
     def passes(self) -> dict[tuple[str, int], Pass]:
         """The passes over the loaders, by the loader's name and the number of the pass."""
         found: dict[tuple[str, int], Pass] = {}
-        after: list[BackwardBegun] | None = None
+        latest: Pass | None = None  # the pass of the latest batch
         for event in self.events:
-            if isinstance(event, BackwardBegun) and after is not None:
-                after.append(event)
+            if isinstance(event, BackwardBegun) and latest is not None:
+                latest.trains = True
             elif isinstance(event, PassBegun):
                 found[event.loader, event.pass_number] = Pass(event)
             elif not isinstance(event, PassExhausted | BatchGiven):
@@ -290,9 +289,8 @@ class RankLog:
             elif isinstance(event, PassExhausted):
                 own.ended = True
             else:
-                after = []
                 own.batches.append(event)
-                own.backwards.append(after)
+                latest = own
         return found
 
     @cached_property

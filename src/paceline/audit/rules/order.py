@@ -112,5 +112,5 @@ def _training_passes(log: RankLog, name: str) -> list[Pass]:
     return [
         each
         for (loader, _), each in log.passes.items()
-        if loader in loaders and any(each.backwards) and (len(each.batches) > 1 or each.ended)
+        if loader in loaders and each.trains and (len(each.batches) > 1 or each.ended)
     ]
