@@ -521,9 +521,10 @@ MUTATIONS: dict[str, list[Mutation]] = {
         Mutation(
             "sums_reduced_again",
             "reported numbers",
-            "dist.all_reduce(",
+            "sums[0] / sums[1]",
             "        sums = self.own.clone()\n",
             "        sums = self.own\n",
+            is_note=True,
         ),
         Mutation(
             "perplexities_averaged",

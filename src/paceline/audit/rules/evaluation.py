@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -239,8 +238,7 @@ def reported_numbers(case: Case) -> Judgement:
     if isinstance(samples, Finding) and not samples.is_note:
         return NotJudged("it may be a consequence of: evaluated samples.")
     compared = [e for e in _compare(case) if e.has_same_samples or e.is_comparable]
-    findings = [*_reduced_again(compared)]
-    findings += [_explain(each, number) for each in compared for number in each.differing]
+    findings = [_explain(each, number) for each in compared for number in each.differing]
     equal = {number.at for each in compared for number in each.numbers if number.is_equal}
     if part is not None and part.at not in equal:
         findings.insert(0, part)
@@ -263,8 +261,10 @@ def _explain(each: _Compared, number: _Number) -> Finding:
         at=number.at,
         step=each.ranks[0].steps_done or None,
         why="a mean over ranks is wrong for an F1 score, a perplexity or an AUC, and for means of batches of "
-        "different sizes. A gather has the order of the ranks, and not that of the dataset.",
-        fix="reduce the sums and counts from which it is computed; gather labels together with predictions.",
+        "different sizes. A gather has the order of the ranks, and not that of the dataset. A tensor that "
+        "all_reduce has written contains all ranks already: counted on and reduced again, it is too large.",
+        fix="reduce the sums and counts from which it is computed; gather labels together with predictions; "
+        "reduce a copy of sums that are kept.",
         evidence=f"with the same weights and samples, {number}",
         effect=number.effect,
         is_note=True,
@@ -297,32 +297,6 @@ def _explain(each: _Compared, number: _Number) -> Finding:
                     effect=f"the number is {count} times too small",
                 )
     return finding
-
-
-def _reduced_again(compared: Sequence[_Compared]) -> Iterator[Finding]:
-    """Sums over the ranks that contain the one before: ranks count on from it and reduce it again."""
-    of_lines: dict[str, list[tuple[MetricCall, ...]]] = {}
-    for each in compared:
-        for calls in _calls([each.ranks[0], each.one]):
-            of_lines.setdefault(calls[0].begun.at, []).append(calls)
-    for (old, old_one), (new, new_one) in (p for own in of_lines.values() for p in pairwise(own)):
-        sums = [*zip(new_one.results, old.results, new.results, strict=False)]
-        times = range(1, len(compared[0].ranks) + 1)
-        kept = next((k for k in times if all(_close(x + k * y, z) for x, y, z in sums)), 0)
-        # A number of steps so far is no sum over the samples: the first one differs too.
-        is_first = any(old.results) and all(map(_close, old.results, old_one.results))
-        is_first &= len(sums) == len(old.results)
-        if kept and is_first and new.begun.reduce == "SUM":
-            yield Finding(
-                what="a sum over the ranks is reduced again.",
-                at=new.begun.at,
-                step=new.begun.steps_done or None,
-                why="all_reduce writes the sum over the ranks into the tensor, and ranks count on from it.",
-                fix="reduce a copy, or set the tensor to 0 on all ranks after each evaluation.",
-                evidence=f"with the same weights and samples, its values add up to {sum(new.results):.6g} on "
-                f"the ranks and to {sum(new_one.results):.6g} on one process",
-                effect=f"the sum before is in it {kept} time{'s' * (kept > 1)} too often",
-            )
 
 
 def _own_part(case: Case) -> Finding | None:
