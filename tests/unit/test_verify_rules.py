@@ -85,19 +85,20 @@ def call(op: str, line: int, ranks: int = 2) -> CollectiveBegun:
     )
 
 
-def test_an_extra_collective_is_reported_at_its_line() -> None:
+def test_an_extra_collective_is_reported_with_what_the_others_are_in() -> None:
     usual = [call("all_reduce", 5), call("barrier", 9)]
     judged = unmatched_collective(case([call("all_reduce", 2), *usual], usual))
     assert isinstance(judged, Finding)
-    assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
+    assert judged.at == "t.py:2"
+    assert "rank 0: all_reduce SUM at t.py:2; rank 1: all_reduce SUM at t.py:5" in judged.what
 
 
 def test_the_last_of_three_ranks_does_not_enter() -> None:
     usual = [call("barrier", 9, 3)]
     judged = unmatched_collective(case(usual, usual, [RankEnded()], hung=True))
     assert isinstance(judged, Finding)
-    assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
-    assert "rank 2 called none" in judged.evidence
+    assert judged.at == "t.py:9"
+    assert "ranks 0 and 1: barrier SUM at t.py:9; rank 2: none" in judged.what
 
 
 def test_a_busy_rank_is_not_judged() -> None:

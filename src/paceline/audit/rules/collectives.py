@@ -20,7 +20,7 @@ from paceline.audit.events import (
     PassBegun,
 )
 from paceline.audit.evidence import Call, RankLog, op_of
-from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged, outliers
+from paceline.audit.rules.rule import Case, Finding, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
 
@@ -108,10 +108,9 @@ def _failed_in_collective(log: RankLog) -> bool:
 
 
 def _fault(case: Case, sequences: list[list[Call]], number: int) -> Finding:
+    """The call of each rank at this number. Which of them is one too many cannot be told."""
     calls = [sequence[number] if number < len(sequence) else None for sequence in sequences]
-    ranks = _ranks_with_extra_call(sequences, calls, number)
-    call = calls[ranks[0]]
-    assert call is not None
+    call = next(each for each in calls if each is not None)
     unequal = _unequal_pass(case)
     if unequal is not None:
         short, loader, batches = unequal
@@ -127,63 +126,23 @@ def _fault(case: Case, sequences: list[list[Call]], number: int) -> Finding:
             evidence=f"batches of the ranks in that pass: {', '.join(map(str, batches))}",
             effect="the other ranks wait forever",
         )
-    hung = ["the run hung"] if case.ordinary.hung else []
-    others = [
-        f"rank {rank} was in {_op(other)} at {other.at}" if other else f"rank {rank} called none"
-        for rank, other in enumerate(calls)
-        if rank not in ranks
-    ]
-    if len(ranks) == len(sequences):
-        each = (f"rank {r} is in {_op(c)} at {c.at}" for r, c in enumerate(calls) if c is not None)
-        what = f"the ranks enter collectives in different orders: {', '.join(each)}."
-        effect = "each rank waits for the others in its call"
-    else:
-        what = f"only {name_ranks(ranks, case.world_size)} entered {_op(call)} at {call.at}."
-        effect = f"{len(ranks)} of {case.world_size} ranks wait for the others in this call"
+    of_calls: dict[str, list[int]] = {}
+    for rank, each in enumerate(calls):
+        called = "none" if each is None else f"{' '.join(filter(None, _kind(each)))} at {each.at}"
+        of_calls.setdefault(called, []).append(rank)
+    listed = (f"{name_ranks(own, case.world_size)}: {called}" for called, own in of_calls.items())
     return Finding(
-        what=what,
+        what=f"the ranks enter different collectives ({'; '.join(listed)}).",
         at=call.at,
-        ranks=ranks,
         step=call.steps_done + 1,
         why="every rank must enter every collective, in the same order. The ranks took different ways, as "
-        "under `if rank == 0`, or after a `break` on a value that is not the same on all ranks. So this call "
+        "under `if rank == 0`, or after a `break` on a value that is not the same on all ranks. So a call "
         "waits forever or meets another collective.",
         fix="call it on every rank; a condition around it, or one that ends a loop, must be the same on all "
         "ranks.",
-        evidence="; ".join([f"collective number {number + 1}", *others, *hung]),
-        effect=effect,
+        evidence=f"collective number {number + 1}{'; the run hung' * case.ordinary.hung}",
+        effect=f"{len(of_calls)} different calls are matched with each other, or wait forever",
     )
-
-
-def _ranks_with_extra_call(
-    sequences: list[list[Call]], calls: list[Call | None], number: int
-) -> list[int]:
-    keys = [_key(call) for call in calls]
-    # The next call of a rank with an extra call is the call that the other ranks are in.
-    extra = [
-        rank
-        for rank, sequence in enumerate(sequences)
-        if calls[rank] is not None
-        and (number + 1 >= len(sequence) or _key(sequence[number + 1]) in keys)
-        and keys.count(keys[rank]) < len(sequences)
-    ]
-    # Every rank takes part in DDP's reduction, so the extra call is the one of the script.
-    manual = [rank for rank, call in enumerate(calls) if call and isinstance(call, CollectiveBegun)]
-    if manual and any(call and isinstance(call, BackwardBegun) for call in calls):
-        extra = manual
-    # DDP broadcasts buffers in a forward; in an evaluation on one rank, only that rank does.
-    sending = [rank for rank, call in enumerate(calls) if call and isinstance(call, ForwardBegun)]
-    if 0 < len(sending) < len(sequences):
-        extra = sending
-    if len(extra) == len(sequences):
-        return extra  # each is in a call that the others enter next
-    ranks = extra or outliers(keys)
-    entered = [rank for rank, call in enumerate(calls) if call is not None]
-    return [rank for rank in ranks if rank in entered] or entered
-
-
-def _key(call: Call | None) -> tuple[str, ...] | None:
-    return None if call is None else (*_kind(call), call.at)
 
 
 def _kind(call: Call) -> tuple[str, str]:
