@@ -412,6 +412,21 @@ def _penalised(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss_sum(model, batch) + sum(p.square().sum() for p in model.parameters())
 
 
+class KeepsLoss(nn.Linear):
+    aux: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.aux = out.square().mean()
+        return out
+
+
+def _with_kept_loss(job: Any) -> None:
+    net = Simple(lambda m, x, h: m.last(m.third(h)) + m.first.aux)
+    net.first = KeepsLoss(4, 4)
+    _run_step(job, _split(job, net))
+
+
 def _replaced(job: Any) -> None:
     model = _split(job)
     model.last = nn.Linear(4, 3)
@@ -439,6 +454,11 @@ IN_A_STEP: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         ConfigError,
         "`forward` calls third without gradients",
         lambda job: _run_step(job, _split(job, Simple(_without_gradients))),
+    ),
+    "kept loss": (
+        ConfigError,
+        "the forward of first keeps a tensor with gradient",
+        _with_kept_loss,
     ),
     "replaced": (ConfigError, "`forward` does not call last", _replaced),
     "mean": (
@@ -471,6 +491,10 @@ UNFIT_LATER: dict[str, tuple[str, Callable[..., Any]]] = {
     "two values": (
         "last gets another value than its first argument from an earlier stage",
         lambda m, x, h: m.last(m.third(h) + h),
+    ),
+    "skip connection": (
+        "third gets another value than its first argument from an earlier stage",
+        lambda m, x, h: m.last(m.third(h, 2 * h)),
     ),
     "detached": (
         "the first argument of third is not computed by the stage before",

@@ -180,6 +180,8 @@ class Checkpoints:
         Collective: all ranks, same step.
         """
         require_integers(0, step=step)
+        if job.is_dry_run:
+            return
         # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
         tree, tensors = codec.encode(state)
         if job.mesh is not None and job.mesh.pp > 1:  # each stage knows its own names only

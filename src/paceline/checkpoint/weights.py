@@ -23,7 +23,7 @@ from paceline.checkpoint import layout, reader
 from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
 from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
-from paceline.errors import CheckpointError, ConfigError, listed
+from paceline.errors import CheckpointError, ConfigError, listed, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import current
 from paceline.parallel.modules import INNER, UNFILLED, plain_name, unwrap
@@ -80,15 +80,25 @@ def load_weights(
     except (CheckpointError, ConfigError) as error:
         problem = error
     job = current()
-    own_report = [str(problem) if problem else "", unknown]
+    own_report: list[Any] = [
+        str(problem) if problem else "",
+        unknown,
+        0 if problem else weights.step,
+    ]
     reports = [own_report] if job is None else collectives.gather(job, own_report)
     if problem is not None:
         raise problem
-    for rank, (text, _) in enumerate(reports):
+    for rank, (text, _, _) in enumerate(reports):
         if text:
             raise CheckpointError(f"on rank {rank}: {text}", path=os.fspath(path))
+    refuse_different_values(
+        "the newest checkpoint",
+        [step for _, _, step in reports],
+        where=f"in {path}",
+        fix="another job saves there: name the checkpoint, such as step-500.",
+    )
     # Of a pipeline each rank has some names.
-    nowhere = set(unknown).intersection(*(names for _, names in reports))
+    nowhere = set(unknown).intersection(*(names for _, names, _ in reports))
     if nowhere:
         first = min(nowhere)
         raise CheckpointError(
@@ -214,6 +224,7 @@ class Weights:
     values: dict[str, Any] = field(default_factory=dict)
     is_file: bool = True
     in_place: bool = True
+    step: int = 0  # of a checkpoint of Paceline
 
     def names(self, rename: Callable[[str], str | None] | None = None) -> dict[str, str]:
         """For each name in the file, the name in the model."""
@@ -288,7 +299,7 @@ def _safetensors_folder(folder: Path) -> Weights:
         ) from error
     files = sorted(set(file_of.values()))
     _refuse_absent(index, files)
-    weights = _safetensors([os.fspath(folder / name) for name in files])
+    weights = _safetensors([os.fspath(folder / name) for name in files], file_of)
     missing = sorted(set(file_of) - set(weights.shapes))
     if missing:
         raise CheckpointError(
@@ -310,7 +321,8 @@ def _refuse_absent(index: Path, files: Iterable[str]) -> None:
         )
 
 
-def _safetensors(files: list[str]) -> Weights:
+def _safetensors(files: list[str], file_of: Mapping[str, str] | None = None) -> Weights:
+    """The tensors in the files; with `file_of`, each from the file that it names."""
     safetensors_torch()
     from safetensors import safe_open
 
@@ -319,6 +331,8 @@ def _safetensors(files: list[str]) -> Weights:
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - it is no dict
+                    if file_of is not None and file_of.get(key) != os.path.basename(file):
+                        continue
                     tensor = opened.get_tensor(key)  # mapped, not read
                     shapes[key] = _one_chunk(tensor, file)
         except FileNotFoundError:
@@ -448,6 +462,7 @@ def _checkpoint(url: str, number: int) -> Weights:
         shapes={key: manifest.tensors[path] for key, path in path_of.items()},
         fill=fill,
         values=values,
+        step=step,
         is_file=False,
         in_place=False,
     )

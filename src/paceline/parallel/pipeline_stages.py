@@ -166,7 +166,7 @@ def _refuse_extra_state(module: nn.Module) -> None:
 
 
 def _refuse_patched(module: nn.Module, stages: list[list[str]]) -> None:
-    """Refuse a `forward` that was put on a module that is cut: stages call that of its class."""
+    """Refuse a `forward` or hooks that were put on a module that is cut: stages have copies of it."""
     inside = {unit[:at] for units in stages for unit in units for at in range(len(unit))}
     for name, each in module.named_modules():
         if "forward" in vars(each) and (not name or f"{name}." in inside):
@@ -174,6 +174,13 @@ def _refuse_patched(module: nn.Module, stages: list[list[str]]) -> None:
                 f"the `forward` of {name or type(module).__name__} was replaced on the object.",
                 why="each stage has a copy of it, with its own layers.",
                 fix="override `forward` in a subclass.",
+            )
+        hooks = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks)
+        if f"{name}." in inside and any(hooks):
+            raise ConfigError(
+                f"{name} has hooks, and its layers belong to several stages.",
+                why="each stage has a copy of it, with its own layers.",
+                fix="register the hooks on its layers, or split at other names.",
             )
 
 

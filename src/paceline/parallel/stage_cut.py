@@ -97,7 +97,9 @@ class Placeholder(torch.Tensor):
             written = args[0]
         if name in _READS or not isinstance(written, Placeholder | None):
             raise NotHere(f"`forward` needs a value of another stage for `{name}`")
-        return first_placeholder((args, kwargs))
+        found = first_placeholder((args, kwargs))
+        # A new object: a layer may take its first argument only from another stage, see `_enter`.
+        return None if found is None else Placeholder.of(found.like, found.begin)
 
 
 class NotHere(ConfigError, AttributeError):
@@ -177,6 +179,7 @@ class Cut:
         self._stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
         self._units = list(self._stage_of)
         self._running: _StageForward | None = None
+        self._checked: set[int] = set()  # stages whose layers keep no part of the loss
         for unit, stage in self._stage_of.items():
             if stage not in own_stages:
                 layer = module.get_submodule(unit)
@@ -287,12 +290,28 @@ class Cut:
         if run.num_called < len(self._units):
             raise self._error(f"`forward` does not call {self._units[run.num_called]}")
         if run.stage < self.last_stage:
+            self._refuse_kept_losses(run)
             return run.sent
         if first_placeholder(output) is not None:
             raise self._error(
                 "`forward` returns a tensor that it computes from a value of an earlier stage"
             )
         return output
+
+    def _refuse_kept_losses(self, run: _StageForward) -> None:
+        """Refuse a layer that keeps a part of the loss as an attribute: only its own stage has it."""
+        if run.stage in self._checked or not run.has_grad:
+            return
+        self._checked.add(run.stage)
+        for unit in self.stages[run.stage]:
+            for path, each in self._module.get_submodule(unit).named_modules(prefix=unit):
+                for name, value in _plain(each).items():
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        raise self._error(
+                            f"the forward of {path} keeps a tensor with gradient in `{name}`, such as an "
+                            "auxiliary loss, which only stage "
+                            f"{run.stage} has"
+                        )
 
     def _count_call(self, unit: str) -> _StageForward:
         """Note that `forward` calls a unit."""
@@ -316,7 +335,7 @@ class Cut:
             if run.placeholder is None:
                 run.placeholder = Placeholder.of(run.sent, lambda: None)
         assert run.placeholder is not None
-        return run.placeholder
+        return Placeholder.of(run.placeholder.like, run.placeholder.begin)
 
     def _enter(self, unit: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a layer of this rank computes: the received tensor takes the place of its placeholder."""

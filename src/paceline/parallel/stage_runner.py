@@ -394,7 +394,8 @@ class StageRunner:
         own = self._module.state_dict()
         for name, (shape, dtype, rank) in self.owners.items():
             if rank in (None, self._rank):
-                value = whole(own[name].detach()).contiguous()
+                # Other ranks allocate the dtype at the cut; the user may have changed it since.
+                value = whole(own[name].detach()).to(dtype).contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=self._job.device)
             if rank is not None:

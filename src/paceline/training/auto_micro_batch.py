@@ -136,11 +136,11 @@ class AutoMicroBatch:
             )
         return self._batches.cut_again(step, half)
 
-    def _saved_buffers(self) -> list[torch.Tensor]:
-        return [buffer.clone() for model in self._models for buffer in unwrap(model).buffers()]
-
-    def _restore(self, saved: list[torch.Tensor]) -> None:
+    def _saved_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         buffers = [buffer for model in self._models for buffer in unwrap(model).buffers()]
+        return [(buffer, buffer.clone()) for buffer in buffers]
+
+    def _restore(self, saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
+            for buffer, value in saved:
                 buffer.copy_(value)

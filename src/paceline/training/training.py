@@ -439,6 +439,8 @@ class Training:
                 if count > 1
                 else "leave `number` out.",
             )
+        if self.job.is_dry_run:
+            return
         self.job.check_loop_exit()
         self._await_all("export")
         model = self.models[number or 0]
