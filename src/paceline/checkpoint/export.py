@@ -22,6 +22,7 @@ def write_file(path: Path, content: Any) -> None:
     Raises:
         CheckpointError: the file cannot be written; an existing one is unchanged.
     """
+    path = path.absolute()
     scratch = path.with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +112,7 @@ def write_dcp(folder: Path, weights: Weights) -> None:
 @contextlib.contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """A folder that gets its name when the block ends without an error."""
+    path = path.absolute()  # "." has no name
     scratch = path.with_name(f"{path.name}.unfinished")
     if path.exists():
         raise CheckpointError(f"{path} exists.", fix="give a new folder.", path=str(path))

@@ -69,7 +69,8 @@ def pipeline(
         split: Names of the submodules that begin a new stage, such as `["layers.4"]`, or one name. "auto"
             makes stages of nearly equal numbers of parameters. Rank 0 logs them.
         schedule: "gpipe", "1f1b", "interleaved" (two stages on each rank, or as many as `split` makes), or
-            "zero_bubble" (gradients of weights are computed while a rank would wait; not with `fsdp`).
+            "zero_bubble" (gradients of weights are computed while a rank would wait; with `fsdp` all
+            gradients of a backward are computed at once).
 
     Returns:
         The module. Make the optimizer afterwards. A module on the meta device stays there: `fsdp(init=)` or
