@@ -26,6 +26,7 @@ with paceline.join(seed=1) as job:
         for micro in step:
             step.backward(model(*micro).square().mean())
         step.update()
+        training.export("weights.pth")
         print("step", step.number, "of rank", job.rank, "of", job.world_size)
     print("the end")
 """

@@ -722,3 +722,13 @@ def test_a_missing_safetensors_is_named_with_its_cure(
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[safetensors\]'"):
         paceline.load_weights(torch.nn.Linear(3, 2), tmp_path / "w.safetensors")
+
+
+def test_tensors_come_from_the_file_that_the_index_names(tmp_path: Path) -> None:
+    """A folder may hold an older copy of a tensor in another file."""
+    pytest.importorskip("safetensors")
+    write_file(tmp_path / "a.safetensors", {"weight": torch.ones(2)})
+    write_file(tmp_path / "b.safetensors", {"weight": torch.zeros(2), "bias": torch.zeros(2)})
+    names = {"weight": "a.safetensors", "bias": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert open_weights(tmp_path).read()["weight"].tolist() == [1.0, 1.0]
