@@ -138,7 +138,8 @@ class SaveFailed(CheckpointError):
 
 
 class RankDisagreement(PacelineError, RuntimeError):
-    """Ranks hold different values of what must be equal, such as an argument or the weights of replicas.
+    """Ranks hold different values of what must be equal, such as an argument or the weights of replicas, or
+    a step that was computed again has other gradients.
 
     Attributes:
         values: Of an argument; one per rank.

@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.testing import run_failing_ranks, run_ranks
-from paceline.training.desync import _sum
+from paceline.training.desync import sum_of
 
 
 def _training(job: Any, **options: Any) -> Any:
@@ -169,26 +169,26 @@ def test_settings_are_checked() -> None:
 @pytest.mark.parametrize("size", [1, 3, 8, 17])
 def test_each_byte_counts(dtype: torch.dtype, size: int) -> None:
     tensor = torch.ones(size + 1).to(dtype)[1:]  # a view whose bytes begin anywhere
-    before = int(_sum(tensor))
+    before = int(sum_of(tensor))
     data = tensor.view(-1).view(torch.uint8)
     for at in range(len(data)):
         data[at] ^= 1
-        assert int(_sum(tensor)) != before
+        assert int(sum_of(tensor)) != before
         data[at] ^= 1
-    assert int(_sum(tensor)) == before
+    assert int(sum_of(tensor)) == before
 
 
 def test_a_tensor_that_is_not_contiguous_counts_as_its_copy() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
-    assert int(_sum(tensor)) == int(_sum(tensor.contiguous()))
+    assert int(sum_of(tensor)) == int(sum_of(tensor.contiguous()))
 
 
 @pytest.mark.parametrize("shape", [(50, 4), (3000, 4), (5000, 3), (7, 5)])
 def test_rows_that_change_places_are_seen(shape: tuple[int, int]) -> None:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    seen = {int(_sum(weights))}
+    seen = {int(sum_of(weights))}
     for first, second in ((0, 1), (0, 6), (2, shape[0] - 1)):
         order = torch.arange(shape[0])
         order[first], order[second] = second, first
-        seen.add(int(_sum(weights[order])))
+        seen.add(int(sum_of(weights[order])))
     assert len(seen) == 4

@@ -18,7 +18,7 @@ from paceline.clock.step_clock import DATA, clock
 from paceline.data.content import read_content
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.loader import Loader, MapLoader
-from paceline.data.plan import Plan, PlannedStep, Position, look_up
+from paceline.data.plan import MicroBatch, Plan, PlannedStep, Position, look_up
 from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
 from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.errors import ConfigError, RankDisagreement, StepError
@@ -357,6 +357,16 @@ class Batches:
         self._loader.plan = self._plan = replace(self._plan, micro_batch=micro_batch)
         self._steps = self._loader.steps(step.position, self._epochs, self._equal)
         return next(self._steps)
+
+    def read_again(self, step: PlannedStep, rank: int, *, equal: bool) -> list[MicroBatch]:
+        """The micro-batches of a data rank in a step, read by this rank; `equal` as for `iterate`.
+
+        Not for streams. Collective: none.
+        """
+        assert self._plan is not None
+        assert isinstance(self._loader, MapLoader)
+        plan = replace(self._plan, rank=rank)
+        return self._loader.read_again(step, list(plan.micro_batch_ranges(step.num_samples, equal)))
 
     def close(self) -> None:
         """End the loader workers. Leaving the job also ends them. Collective: none."""

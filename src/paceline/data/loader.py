@@ -86,6 +86,7 @@ class MapLoader(Loader):
     ) -> None:
         super().__init__(job.device)
         self.plan = plan
+        self._job, self._samples, self._init = job, samples, init
         self._work = work = SampleWork(samples, plan)
         self._workers = Workers(job, work, workers, tasks=True, init=init) if workers else None
         self._moves = self._workers is not None or samples.ids_device != job.device
@@ -130,6 +131,29 @@ class MapLoader(Loader):
                 self.record_delivered(ids)
             places = range(place, offset + end)
             yield MicroBatch(batch, places, is_last=number == len(pieces), is_padding=is_padding)
+
+    def read_again(self, step: PlannedStep, pieces: list[Piece]) -> list[MicroBatch]:
+        """The micro-batches of a rank in a step, on this rank's device, outside of the iteration."""
+        at = [(step.offset + begin, step.offset + end) for begin, end, _ in pieces]
+        tasks = [(step.position.seed, step.epoch, begin, end) for begin, end in at]
+        if self._workers is None:
+            batches = [self._work.read(task)[1] for task in tasks]
+        else:
+            # In a process of its own: a file that the dataset opened here would be shared with later workers.
+            reader = Workers(
+                self._job, SampleWork(self._samples, self.plan), 1, tasks=True, init=self._init
+            )
+            try:
+                reader.start(tasks)
+                batches = [reader.get()[1] for _ in tasks]
+            finally:
+                reader.close()
+        if self._moves:
+            batches = [to_device(batch, self._device, pin=False) for batch in batches]
+        return [
+            MicroBatch(batch, range(begin, end), is_last=False, is_padding=is_padding)
+            for batch, (begin, end), (_, _, is_padding) in zip(batches, at, pieces, strict=True)
+        ]
 
     def close(self) -> None:
         """End the loader workers."""

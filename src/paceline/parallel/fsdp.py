@@ -141,14 +141,15 @@ def fsdp(
     if reshard_after_forward is None:
         reshard_after_forward = not is_pipeline(module)
     wanted = _repeated_layer(job, module) if blocks is None else blocks
-    names = _block_names(module, wanted)
-    _refuse_tied_blocks(module, names)
-    # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
-    names.sort(key=lambda name: -name.count("."))
     layers: list[nn.Module] = []
-    for root in roots(module):  # of a pipeline: modules around the layers of a stage are no blocks
-        own = dict(root.named_modules())
-        layers += [*(own[name] for name in names if name in own), root]
+    names: list[str] = []
+    for root in roots(module):
+        own = _block_names(root, wanted)
+        _refuse_tied_blocks(root, own)
+        # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
+        own.sort(key=lambda name: -name.count("."))
+        layers += [*(root.get_submodule(name) for name in own), root]
+        names += own
     fill = None if init == "later" else init
     if init == "later":
         refuse_module(job, module, wrap="paceline.fsdp", may_be_meta=True)
@@ -160,7 +161,7 @@ def fsdp(
     else:
         refuse_module(job, module, wrap="paceline.fsdp")
     if job.data.group is None and param_dtype is None:
-        for layer in (*layers, module) if is_meta else ():
+        for layer in layers if is_meta else ():
             allocate_meta(layer, job.device, fill)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
@@ -189,8 +190,6 @@ def fsdp(
             # The parameters of the root are needed when backward begins, so they stay gathered.
             frees = reshard_after_forward and layer is not module
             fully_shard(layer, reshard_after_forward=frees, **options)
-        if is_meta:  # buffers of a pipeline's model that belong to no stage
-            allocate_meta(module, job.device, fill)
     except RuntimeError as error:
         job.reraise(error)
     for layer in layers:

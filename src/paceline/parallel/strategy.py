@@ -15,7 +15,7 @@ file, and an entry in `strategies.py`. It writes those of these eight members th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -119,7 +119,11 @@ class Strategy:
 
     def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
         """This rank's micro-batches of a step. It may yield all of them again, to repeat the step."""
-        for micro in step:
+        yield from self.without_sums(step)
+
+    def without_sums(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Micro-batches whose gradients stay on this rank."""
+        for micro in micros:
             if self._has_padding:
                 self._padding_mode.set(micro.is_padding)
             yield micro

@@ -41,6 +41,7 @@ class ReplicaCheck:
 
     Attributes:
         due: The step after which the next comparison is due.
+        is_off: Whether replicas are never compared.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ReplicaCheck:
         self._models = models
         self._optimizers = optimizers
         self._every = every
-        self._is_off = every == 0 or job.data.size == 1
+        self.is_off = every == 0 or job.data.size == 1
         world = range(job.world_size)
         axes = {tuple(world if job.mesh is None else job.mesh.data_ranks(rank)) for rank in world}
         parts: set[tuple[int, ...]] = set()
@@ -70,7 +71,7 @@ class ReplicaCheck:
         self._equal_step = step  # the last step after which all were equal
         self._was_compared = False  # whether `_equal_step` is known by a comparison
         self._distance = min(_FIRST_STEPS, self._every)
-        self.due = math.inf if self._is_off else step + self._distance
+        self.due = math.inf if self.is_off else step + self._distance
 
     def compare_as_due(self, step: int) -> None:
         """Compare after this step, which is due, and choose the next one. All ranks call it.
@@ -88,10 +89,10 @@ class ReplicaCheck:
         Raises:
             RankDisagreement: on all ranks, naming tensor and ranks.
         """
-        if self._is_off or self._equal_step == step:
+        if self.is_off or self._equal_step == step:
             return
         kinds = self._digest_replicas()
-        rows = collectives.gather(self._job, [_total(digests) for digests in kinds])
+        rows = collectives.gather(self._job, [total_of(digests) for digests in kinds])
         for kind, digests in enumerate(kinds):
             for ranks in self._rank_groups[kind]:
                 if any(rows[rank][kind] != rows[ranks[0]][kind] for rank in ranks):
@@ -114,7 +115,7 @@ class ReplicaCheck:
                     found[f"{key} of {name}"] = value
         whole = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
         parts = {n: local(t) for n, t in found.items() if is_sharded(t)}
-        return _digests(whole), _digests(parts)
+        return digests_of(whole), digests_of(parts)
 
     def _desync_error(
         self, step: int, digests: dict[str, int], replicas: Sequence[int]
@@ -155,20 +156,25 @@ class ReplicaCheck:
         )
 
 
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A number for each tensor that is not empty, which depends on each of its bits."""
+    return read_sums({n: sum_of(t.detach()) for n, t in tensors.items() if t.numel()})
+
+
+def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The values of `sum_of`, with one transfer from each device."""
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
-    # One transfer for each device.
+    for name, value in sums.items():
+        by_device.setdefault(value.device, {})[name] = value
     return {
         name: value
-        for sums in by_device.values()
-        for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        for each in by_device.values()
+        for name, value in zip(each, torch.stack(list(each.values())).tolist(), strict=True)
     }
 
 
-def _total(digests: Mapping[str, int]) -> int:
+def total_of(digests: Mapping[str, int]) -> int:
+    """One number for all of them."""
     # Different odd factors, so that equal changes of two tensors do not cancel out.
     values = [digests[name] for name in sorted(digests)]
     return int(_weighed(torch.tensor(values, dtype=torch.int64)))
@@ -180,7 +186,8 @@ def _weighed(values: torch.Tensor) -> torch.Tensor:
     return (values * factors).sum()
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that depends on each bit of a tensor: shape (), int64, on its device."""
     data = tensor.contiguous().view(-1)
     if data.storage_offset() * data.element_size() % _WORD_BYTES:
         data = data.clone()

@@ -43,6 +43,7 @@ from paceline.training.auto_micro_batch import AutoMicroBatch
 from paceline.training.control_word import Control, MicroBatchLoss, name_samples
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
+from paceline.training.recheck import Recheck
 from paceline.training.weight import Reduction
 
 
@@ -60,6 +61,7 @@ class StepContext:
         check_losses_until: Losses of steps below this number are checked for being sums.
         skips_non_finite: Whether a step is left out if its gradient is NaN or infinite.
         auto: With `micro_batch="auto"`: repeats steps that run out of memory.
+        recheck: With `recheck_every`: computes steps again.
         num_skipped: Steps that were left out for that since this training was made.
     """
 
@@ -76,6 +78,7 @@ class StepContext:
     check_losses_until: int = 0
     skips_non_finite: bool = False
     auto: AutoMicroBatch | None = None
+    recheck: Recheck | None = None
     num_skipped: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, torch.dtype, torch.device] | None = None
@@ -84,6 +87,8 @@ class StepContext:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
         self.precision.leave()
         self.strategy.leave_step()
+        if self.recheck is not None:
+            self.recheck.leave_step()
         current_step.forward = OUTSIDE
 
     def start_of(
@@ -139,6 +144,7 @@ class Step:
     __slots__ = (
         "_context",
         "_differentiated",
+        "_is_recheck",
         "_micro",
         "_micro_losses",
         "_num_begun",
@@ -162,6 +168,7 @@ class Step:
         self._num_not_updated = len(self._records)  # optimizers
         self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
+        self._is_recheck = False  # whether gradients are computed again, and stay on this rank
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -192,6 +199,11 @@ class Step:
             )
 
     def _run_micro_batches(self) -> Iterator[Any]:
+        if (recheck := self._context.recheck) is not None:
+            return recheck.run(self.number, self._planned, self._run_once, self._run_again)
+        return self._run_once()
+
+    def _run_once(self) -> Iterator[Any]:
         context, planned = self._context, self._planned
         for record in self._records:
             record.trained.clear_gradients_if_extended()
@@ -203,22 +215,39 @@ class Step:
             if self._num_begun == planned.num_micro_batches:  # the strategy repeats the step
                 self._num_begun, self._micro_losses = 0, []
                 self._records = [_Record(record.trained) for record in self._records]
-            clock.enter(FORWARD)
-            self._begin_micro_batch(micro)
-            yield micro.batch
-            context.precision.leave()
-            self._micro = None
-            current_step.forward = OUTSIDE
-            if any(record.needs_backward for record in self._records):
-                raise self._error(
-                    f"micro-batch {self._num_begun} of {planned.num_micro_batches} had no "
-                    "`step.backward`.",
-                    fix=self._backward_fix(),
-                )
+                if context.recheck is not None:
+                    context.recheck.forget()
+            yield from self._run_one(micro)
             if self._num_begun < planned.num_micro_batches:
                 clock.enter(DATA)
         if left := [record for record in self._records if not record.is_complete]:
             self._complete_gradients(left)
+
+    def _run_again(self, micros: list[MicroBatch]) -> Iterator[Any]:
+        """Run micro-batches whose gradients stay on this rank. The state of this step stays as it is."""
+        kept = self._records, self._micro_losses, self._num_begun
+        self._records = [_Record(record.trained) for record in self._records]
+        self._micro_losses, self._num_begun, self._is_recheck = [], 0, True
+        try:
+            for micro in self._context.strategy.without_sums(micros):
+                yield from self._run_one(micro)
+        finally:
+            self._records, self._micro_losses, self._num_begun = kept
+            self._is_recheck = False
+
+    def _run_one(self, micro: MicroBatch) -> Iterator[Any]:
+        clock.enter(FORWARD)
+        self._begin_micro_batch(micro)
+        yield micro.batch
+        self._context.precision.leave()
+        self._micro = None
+        current_step.forward = OUTSIDE
+        if any(record.needs_backward for record in self._records):
+            raise self._error(
+                f"micro-batch {self._num_begun} of {self._planned.num_micro_batches} had no "
+                "`step.backward`.",
+                fix=self._backward_fix(),
+            )
 
     def _begin_collectives(self) -> None:
         if (exchange := self._context.job.exchange) is not None:
@@ -338,6 +367,7 @@ class Step:
         if type(loss) is not torch.Tensor:
             loss = whole(loss)  # a DTensor, if a layer returns one
         scaled = context.precision.scale(loss)
+        own = None
         if micro.is_padding:
             start = torch.zeros_like(scaled)
         else:
@@ -345,6 +375,8 @@ class Step:
             for record in records:
                 record.loss = own if record.loss is None else record.loss + own
                 record.count = record.count + count
+        if context.recheck is not None:
+            context.recheck.record_loss(loss, own)
         hooks = []
         if micro.is_padding or weight.has_no_gradient(loss, count, reduction):
             hooks = discard_gradients(scaled)
@@ -354,7 +386,11 @@ class Step:
         if micro.is_last:
             self._begin_collectives()
         try:
-            is_complete = context.strategy.backward(scaled, start, micro, inputs)
+            if self._is_recheck:
+                torch.autograd.backward(scaled, start, inputs=inputs)
+                is_complete = False
+            else:
+                is_complete = context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
             context.job.reraise(error)
         finally:
@@ -679,10 +715,11 @@ class Step:
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if not record.is_complete:
+        if not record.is_complete or (self._micro is not None and self._context.recheck):
             raise self._error(
                 "`update` was called inside `for batch in step`.",
-                why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
+                why="with reproducible=True, the gradients of all ranks are summed when that loop ends; with "
+                "recheck_every, its body runs several times in some steps.",
                 fix="call step.update after the loop.",
             )
         self._refuse_cleared(record)

@@ -138,6 +138,7 @@ class Trainer:
             options, a function of the job and the module, such as
             `functools.partial(paceline.fsdp, blocks=Block)`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
+        recheck_every: Number of steps between two that are computed again; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
         flops: Operations of one sample or token, to show the use of the devices; see `Training.report`.
         callbacks: Called on events, in this order; see `Callback`.
@@ -164,6 +165,7 @@ class Trainer:
     reproducible: bool = False
     strategy: str | Mesh | Wrap = "ddp"
     desync_every: int = 1000
+    recheck_every: int | None = None
     loggers: Sequence[Logger] = ()
     flops: float | None = None
     callbacks: Sequence[Callback] = ()
@@ -262,6 +264,7 @@ class Trainer:
             checkpoints=checkpoints,
             reproducible=self.reproducible,
             desync_every=self.desync_every,
+            recheck_every=self.recheck_every,
         )
         training.keep(callbacks=self._callbacks)
         training.report(

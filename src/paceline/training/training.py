@@ -45,6 +45,7 @@ from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
+from paceline.training.recheck import Recheck
 from paceline.training.run_facts import job_facts
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
@@ -82,6 +83,8 @@ class Training:
         desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
             also compared before each save, and more often in the first steps. A comparison reads all
             parameters and optimizer state once. 0 never compares.
+        recheck_every: Number of steps between two that are computed again, to find faulty hardware; None
+            computes none again. See [hardware](../howto/hardware.md) for what is found and what it needs.
 
     Attributes:
         job: As given.
@@ -116,6 +119,7 @@ class Training:
         checkpoints: Checkpoints | None = None,
         reproducible: bool = False,
         desync_every: int = 1000,
+        recheck_every: int | None = None,
     ) -> None:
         job.refuse_if_left()
         if count not in ("samples", "tokens"):
@@ -173,6 +177,18 @@ class Training:
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._report = Report(job)
         self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
+        if recheck_every is not None and not job.is_dry_run:
+            self._context.recheck = Recheck(
+                job,
+                self.models,
+                trained,
+                batches,
+                self._context.strategy,
+                self._replica_check,
+                recheck_every,
+                # Scaled gradients may overflow. On a device, reading one waits for it.
+                reads_gradients=not formats.scales and (skips or job.device.type == "cpu"),
+            )
         self.checkpoints = checkpoints
         self._is_resumed = False
         # The job must not keep the models alive, so it refers to this object weakly.
@@ -576,8 +592,11 @@ class Training:
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
             self._apply(word)
+        recheck = self._context.recheck
         if step.number >= self._replica_check.due:
             self._replica_check.compare_as_due(step.number)
+        elif recheck is not None and recheck.is_due(step.number):
+            self._replica_check.compare(step.number)
         if checkpoints is None:
             return
         is_due = checkpoints.is_due(
