@@ -769,14 +769,16 @@ class TakesDataclass(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 5)
+        self.third, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
 
     def forward(self, padded: Padded) -> torch.Tensor:
-        out: torch.Tensor = self.last(torch.tanh(self.first(padded.rows)))
+        h = torch.tanh(self.second(self.first(padded.rows)))
+        out: torch.Tensor = self.last(self.third(h))
         return out
 
 
-def _padded(job: Any, _: list[Any]) -> list[Trained]:
+def _padded(job: Any, schedules: list[str]) -> list[Trained]:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         rows, targets = batch
         length = 2 if rows.sum() > 0 else 1
@@ -784,12 +786,14 @@ def _padded(job: Any, _: list[Any]) -> list[Trained]:
 
     torch.set_default_dtype(torch.float64)
     data = make_data(16, torch.float64)
-    training = make_training(job, _wrap(job, TakesDataclass()), data, micro_batch=1)
-    return [train(training, loss, until=4)]
+    models = [_wrap(job, TakesDataclass(), schedule=each) for each in schedules]
+    return [
+        train(make_training(job, model, data, micro_batch=1), loss, until=4) for model in models
+    ]
 
 
 def test_shapes_in_a_dataclass_and_another_default_dtype() -> None:
-    _assert_as_one_process(_padded, [None])
+    _assert_as_one_process(_padded, list(SCHEDULE_NAMES))
 
 
 def _drift(job: Any) -> None:

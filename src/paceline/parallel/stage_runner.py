@@ -4,10 +4,9 @@ A step (`StageRunner.run`):
 
 1. Find the arguments of the model. The user's loss function is called for each micro-batch; its call of the
    model ends it (`_Captured`).
-2. Choose a schedule. Neighbouring micro-batches run in one schedule of torch if the tensors among their
-   arguments have the same shapes. For new shapes, one forward without gradients through all stages finds the
-   shapes of what stages pass, and a `_Schedule` with buffers of these shapes is made.
-3. Run it. torch's schedule decides when this rank computes the forward or backward of which stage and
+2. Find the shapes of what stages pass: for new shapes of the arguments, by one forward without gradients
+   through all stages.
+3. Run a schedule of torch. It decides when this rank computes the forward or backward of which stage and
    micro-batch, and sends and receives tensors. It calls a `_StageModule` for each forward, and
    `stage_cut.py` computes it. The last stage then calls the loss function again; its call of the model now
    returns the output.
@@ -22,10 +21,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -56,12 +53,11 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-_MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
 # Tensors without memory like the input and the output of each stage of this rank.
-_Templates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+_Shapes = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 # A BaseException, so that `except Exception` in a loss function does not catch it.
@@ -101,7 +97,8 @@ class StageRunner:
         own_stages = list(range(self._rank, len(stages), self._size))
         self.cut = Cut(job, module, stages, own_stages)
         self._has_last = self.cut.last_stage in own_stages
-        self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
+        self._schedules: dict[int, _Schedule] = {}  # by numbers of micro-batches
+        self._shapes: dict[str, _Shapes] = {}  # by shapes of the arguments
         self.set_padding: Callable[[bool], None] = lambda _: None
         self.calls_left: int | None = None
         # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
@@ -120,7 +117,6 @@ class StageRunner:
     def run(self, step: LossRun, num_micro_batches: int) -> None:
         """Forward and backward of a step's micro-batches."""
         arguments = [self._capture(step, index) for index in range(num_micro_batches)]
-        shapes = [repr(_shapes(each)) for each in arguments]
         # Here, because forwards come in other numbers on data ranks with other shapes.
         for layer in (layer for module in self.cut.modules.values() for layer in module.modules()):
             if isinstance(layer, FSDPModule):
@@ -128,9 +124,12 @@ class StageRunner:
         self._backwards_left = dict.fromkeys(self.cut.modules, num_micro_batches)
         self._mode = "refuse"
         try:
-            for shape, indices in self._groups(shapes):
-                schedule = self._schedule_for(step, indices, shape, arguments[indices[0]])
-                schedule.run(indices, partial(self._compute_stage_or_loss, step, arguments))
+            shapes = [self._find_shapes(step, *each) for each in enumerate(arguments)]
+            compute = partial(self._compute_stage_or_loss, step, arguments, shapes)
+            for indices in self._groups(num_micro_batches):
+                if len(indices) not in self._schedules:
+                    self._schedules[len(indices)] = _Schedule(self, len(indices))
+                self._schedules[len(indices)].run(indices, shapes, compute)
         except RuntimeError as error:
             self._reraise(error)
         finally:
@@ -146,41 +145,28 @@ class StageRunner:
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last)
 
-    def _groups(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-        """Neighbouring micro-batches of one shape, as many as the schedule takes at once."""
-        for shape, group in groupby(range(len(shapes)), shapes.__getitem__):
-            indices = list(group)
-            while indices:
-                count = len(indices)
-                if self.schedule_name in LOOPED and count >= 2 * self._size:
-                    count -= count % self._size
-                yield shape, indices[:count]
-                indices = indices[count:]
+    def _groups(self, count: int) -> Iterator[range]:
+        """The micro-batches of a step, as many as the schedule takes at once."""
+        begin = 0
+        while begin < count:
+            end = count
+            if self.schedule_name in LOOPED and count - begin >= 2 * self._size:
+                end -= (count - begin) % self._size
+            yield range(begin, end)
+            begin = end
 
-    def _schedule_for(
-        self, step: LossRun, indices: list[int], shape: str, arguments: _Arguments
-    ) -> _Schedule:
-        """A schedule for these micro-batches. `arguments` are those of the first one."""
-        key = len(indices), shape
-        if key not in self._schedules:
-            templates = self._templates(step, indices[0], arguments)
-            self._schedules[key] = _Schedule(self, len(indices), templates)
-            if len(self._schedules) > _MAX_SCHEDULES:
-                self._schedules.popitem(last=False)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
-
-    def _templates(self, step: LossRun, index: int, arguments: _Arguments) -> _Templates:
-        """Find the shapes of what this rank's stages receive and return, with one forward of all stages."""
+    def _find_shapes(self, step: LossRun, index: int, arguments: _Arguments) -> _Shapes:
+        """Find what this rank's stages receive and send, with one forward of all stages for new shapes."""
+        key = repr(_shapes(arguments))
+        if key in self._shapes:
+            return self._shapes[key]
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(stage: int, received: torch.Tensor | None) -> Any:
             output = self._compute_stage(step, index, stage, copy_tensors(arguments), received)
-            if stage == self.cut.last_stage:
-                output = torch.empty((), dtype=torch.float32)  # the loss
-            if received is None:  # stage 0 gets the number of the micro-batch from `_Schedule.run`
-                received = torch.empty(1, dtype=torch.int64)
-            found[stage] = _like(received), _like(output)
+            nothing = torch.empty(0)
+            sent = nothing if stage == self.cut.last_stage else output
+            found[stage] = _like(nothing if received is None else received), _like(sent)
             return output
 
         buffers = list(self._module.buffers())
@@ -189,6 +175,7 @@ class StageRunner:
             self._run_all_stages(compute)
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
+        self._shapes[key] = found
         return found
 
     def _compute_stage(
@@ -209,30 +196,26 @@ class StageRunner:
         self,
         step: LossRun,
         arguments: Sequence[_Arguments],
+        shapes: Sequence[_Shapes],
         stage: int,
         index: int,
-        template: torch.Tensor,
         received: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute one stage of a micro-batch inside a schedule: the tensor to send, or the loss at the end.
-
-        Args:
-            template: The shape and dtype for which the schedule has buffers.
-        """
+        """Compute one stage of a micro-batch in a schedule: the tensor to send, or the loss at the end."""
         output = self._compute_stage(
             step, index, stage, arguments[index], received if stage else None
         )
         if stage == self.cut.last_stage:
-            # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
-            return self._loss(step, index, output).float()
+            return self._loss(step, index, output)
+        template = shapes[index][stage][1]
         assert isinstance(output, torch.Tensor)
         if (output.shape, output.dtype) != (template.shape, template.dtype):
             raise StepError(
                 f"stage {stage} returns a tensor of shape {list(output.shape)} and {output.dtype}; for "
                 f"another micro-batch it was {list(template.shape)} and {template.dtype}.",
                 where=self._job.where(),
-                why="the tensors among the model's arguments have the same shapes in both, so both use the "
-                "buffers of one schedule. A number among the arguments seems to decide the shape.",
+                why="the tensors among the model's arguments have the same shapes in both, so the next "
+                "stage expects this one. A number among the arguments seems to decide the shape.",
                 fix="cut or pad the tensors before the call of the model.",
             )
         return output
@@ -407,87 +390,99 @@ class StageRunner:
 
 
 class _Schedule:
-    """A schedule of torch for `count` micro-batches of one shape, with this rank's stages.
+    """A schedule of torch for `count` micro-batches, with this rank's stages."""
 
-    Shapes are given, so that torch does not run the model to find them.
-
-    Attributes:
-        templates: See `_Templates`. The output of the last stage is the loss.
-    """
-
-    def __init__(self, runner: StageRunner, count: int, templates: _Templates) -> None:
-        self.templates = templates
-        # torch splits a batch into micro-batches. It gets their numbers only: `forwards` know the arguments.
-        self._numbers = torch.arange(count, device=runner.device)
-        self._modules = {s: _StageModule(module) for s, module in runner.cut.modules.items()}
+    def __init__(self, runner: StageRunner, count: int) -> None:
+        # torch splits a batch into micro-batches. It gets nothing: `forwards` know the arguments.
+        self._nothing = torch.empty(count, device=runner.device)
         splits_backward = torch.__version__ >= "2.13" and not runner.is_sharded
-        stages = [
+        level = dist.get_debug_level()
+        dist.set_debug_level(
+            dist.DebugLevel.OFF
+        )  # in DETAIL a stage compares shapes with its first
+        self._stages = [
             _Stage(
-                module,
+                # torch would free the gathered parameters of FSDP's modules.
+                nn.Module() if isinstance(module, FSDPModule) else module,
                 stage,
                 len(runner.cut.stages),
                 runner.device,
-                input_args=templates[stage][0],
-                output_args=templates[stage][1],
+                input_args=_like(self._nothing[:1]),
+                output_args=_like(self._nothing[:1]),
                 group=runner.group,
                 dw_builder=None if splits_backward else _whole_backward,
             )
-            for stage, module in self._modules.items()
+            for stage, module in runner.cut.modules.items()
         ]
-        for each in stages:
+        dist.set_debug_level(level)
+        for each in self._stages:
             each.begin_backward = runner.begin_backward
         schedule = SCHEDULES[runner.schedule_name]
         if schedule is Schedule1F1B and count < len(runner.cut.stages):
             schedule = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
         self._schedule = schedule(
-            stages if runner.schedule_name in LOOPED else stages[0],
+            self._stages if runner.schedule_name in LOOPED else self._stages[0],
             count,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
 
-    def run(self, indices: Sequence[int], compute: Callable[..., torch.Tensor]) -> None:
+    def run(
+        self,
+        indices: Sequence[int],
+        shapes: Sequence[_Shapes],
+        compute: Callable[[int, int, torch.Tensor], torch.Tensor],
+    ) -> None:
         """Run forward and backward of these micro-batches; `compute` runs one forward of one stage."""
-        for stage, module in self._modules.items():
-            template = self.templates[stage][1]
-            module.forwards = iter([partial(compute, stage, index, template) for index in indices])
-        inputs = (self._numbers,) if 0 in self._modules else ()
-        self._schedule.step(*inputs, target=self._numbers, return_outputs=False)
+        for each in self._stages:
+            each.shapes = [shapes[index][each.stage_index] for index in indices]
+            each.forwards = iter([partial(compute, each.stage_index, index) for index in indices])
+        inputs = (self._nothing,) if self._stages[0].is_first else ()
+        self._schedule.step(*inputs, target=self._nothing, return_outputs=False)
 
 
-class _StageModule(nn.Module):
-    """A stage as torch's schedules call it.
+class _Stage(PipelineStage):
+    """A stage whose micro-batches may differ in shape. It tells the clock and FSDP what begins.
 
     Attributes:
         forwards: The forwards to come. All schedules of torch run those of a stage in the order of the
             micro-batches.
+        shapes: What it receives and sends, for each micro-batch.
     """
 
-    is_stage = True  # `paceline verify` looks for it
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        if not isinstance(module, FSDPModule):  # torch would free its gathered parameters
-            self.module = module  # whose parameters zero-bubble schedules ask for
-        self.forwards: Iterator[Callable[[torch.Tensor], torch.Tensor]] = iter(())
-
-    def forward(self, received: torch.Tensor) -> torch.Tensor:
-        return next(self.forwards)(received)
-
-
-class _Stage(PipelineStage):
-    """Tells the clock, and FSDP, when a forward or backward begins."""
-
     begin_backward: Callable[[int], None]
+    forwards: Iterator[Callable[[torch.Tensor], torch.Tensor]]
+    shapes: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    _sent: torch.Tensor | None = None
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        for info in () if self.is_first else self.args_recv_info[fwd_chunk_id]:
+            like = self.shapes[fwd_chunk_id][0]
+            info.buffer = torch.empty_like(like, device=self.device, requires_grad=True)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            info.buffer = torch.empty_like(self.shapes[bwd_chunk_id][1], device=self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_outputs_meta(self) -> tuple[torch.Tensor, ...]:
+        """What torch 2.11 compares an output with."""
+        return (torch.empty(1, device="meta") if self._sent is None else self._sent,)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> torch.Tensor:
         with _phase(FORWARD):
-            return super().forward_one_chunk(*args, **kwargs)
+            output = next(self.forwards)(*args)
+        self._sent = output.detach().to("meta")
+        return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.begin_backward(self.stage_index)
         with _phase(BACKWARD):
-            return super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first and self.bwd_cache[bwd_chunk_id][0] is None:  # a loss without gradient
+            like = self.shapes[bwd_chunk_id][0]
+            self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(like, device=self.device),)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with _phase(BACKWARD):
@@ -522,7 +517,7 @@ def _shapes(value: Any) -> Any:
     """What decides the shapes that stages pass: shapes and dtypes of nested tensors, strings, flags, types.
 
     Numbers are left out. A number that differs in each micro-batch, such as a temperature, would need a
-    schedule for each.
+    search for each.
     """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
