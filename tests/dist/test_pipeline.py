@@ -338,7 +338,6 @@ def _dropping(job: Any) -> None:
 
 # What is wrong with a `Simple`.
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "patched": lambda net: setattr(net, "forward", net.forward),
     "tied": lambda net: setattr(net.last, "weight", net.first.weight),
     "shared": lambda net: setattr(net, "third", net.first),
     "unowned": lambda net: setattr(net, "token", nn.Parameter(torch.ones(4))),
@@ -385,6 +384,26 @@ def _wrong(job: Any, kind: str) -> None:
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     kinds = [*WRONG, *CHANGES]
     check_messages("pipeline", run_ranks(refusals, _wrong, kinds, nproc=2, mesh=Mesh(pp=2)))
+
+
+class Uneven(Simple):
+    """Its last layer, which one stage has, has 3 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_plan = {"first": "colwise", "second": "rowwise", "last": "colwise"}
+
+
+def _split_unevenly(job: Any, _: str) -> None:
+    paceline.tensor_parallel(job, _split(job, Uneven()))
+
+
+@pytest.mark.ci
+def test_a_plan_that_does_not_fit_a_layer_of_one_stage_is_refused_on_all_ranks() -> None:
+    found = run_ranks(refusals, _split_unevenly, ["last"], nproc=4, mesh=Mesh(pp=2, tp=2))
+    text = "last has 3 output features, which do not divide by tp=2."
+    for each in found:
+        assert each["last"][1].startswith(text), each
 
 
 def _without_gradients(m: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
@@ -460,7 +479,7 @@ IN_A_STEP: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "the forward of first keeps a tensor with gradient",
         _with_kept_loss,
     ),
-    "replaced": (ConfigError, "`forward` does not call last", _replaced),
+    "replaced": (ConfigError, "last was replaced after the model was split", _replaced),
     "mean": (
         StepError,
         "the loss is a mean",
@@ -591,7 +610,15 @@ class Typed(nn.Module):
         return x
 
 
-NETS: list[Callable[[], nn.Module]] = [lambda: Folding("code"), Listed, Typed]
+def _patched() -> nn.Module:
+    """Its `forward` was replaced on the object."""
+    net = Listed()
+    forward = net.forward
+    setattr(net, "forward", lambda x: forward(x * 2))  # noqa: B010
+    return net
+
+
+NETS: list[Callable[[], nn.Module]] = [lambda: Folding("code"), Listed, Typed, _patched]
 
 
 def _nets(job: Any, numbers: list[int]) -> list[Trained]:

@@ -49,6 +49,7 @@ from paceline.parallel.modules import (
     refuse_module,
     refuse_unfilled,
     refuse_wrapped,
+    refusing_on_all_ranks,
     roots,
     tied_parameters,
     unreached_error,
@@ -141,27 +142,26 @@ def fsdp(
     if reshard_after_forward is None:
         reshard_after_forward = not is_pipeline(module)
     wanted = _repeated_layer(job, module) if blocks is None else blocks
+    names = _block_names(module, wanted)
+    # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
+    names.sort(key=lambda name: -name.count("."))
     layers: list[nn.Module] = []
-    names: list[str] = []
-    for root in roots(module):
-        own = _block_names(root, wanted)
-        _refuse_tied_blocks(root, own)
-        # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
-        own.sort(key=lambda name: -name.count("."))
-        layers += [*(root.get_submodule(name) for name in own), root]
-        names += own
+    for root in roots(module):  # of a pipeline: modules around the layers of a stage are no blocks
+        own = dict(root.named_modules())
+        layers += [*(own[name] for name in names if name in own), root]
     fill = None if init == "later" else init
+    with refusing_on_all_ranks(job, module):
+        _refuse_tied_blocks(module, names)
+        if is_meta and init != "later":
+            _refuse_split_meta(module)
+            refuse_unfilled(module, fill)
+        else:
+            refuse_module(job, module, wrap="paceline.fsdp", may_be_meta=init == "later")
     if init == "later":
-        refuse_module(job, module, wrap="paceline.fsdp", may_be_meta=True)
         module.__dict__[UNFILLED] = torch.device("cpu") if cpu_offload else job.device
         is_meta = False  # there is nothing to allocate here
-    elif is_meta:
-        _refuse_split_meta(module)
-        refuse_unfilled(module, fill)
-    else:
-        refuse_module(job, module, wrap="paceline.fsdp")
     if job.data.group is None and param_dtype is None:
-        for layer in layers if is_meta else ():
+        for layer in (*layers, module) if is_meta else ():
             allocate_meta(layer, job.device, fill)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
@@ -190,6 +190,8 @@ def fsdp(
             # The parameters of the root are needed when backward begins, so they stay gathered.
             frees = reshard_after_forward and layer is not module
             fully_shard(layer, reshard_after_forward=frees, **options)
+        if is_meta:  # buffers of a pipeline's model that belong to no stage
+            allocate_meta(module, job.device, fill)
     except RuntimeError as error:
         job.reraise(error)
     for layer in layers:

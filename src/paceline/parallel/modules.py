@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -212,6 +213,23 @@ def refuse_torch_syncbn(job: Job, module: nn.Module) -> None:
             why="it cannot leave a sample out, as ranks with fewer samples need it, and does not run on CPU.",
             fix="paceline.sync_batchnorm(job, model) converts it.",
         )
+
+
+@contextmanager
+def refusing_on_all_ranks(job: Job, module: nn.Module) -> Iterator[None]:
+    """Raise what the checks in its body raise for the layers of one stage of a pipeline on all ranks.
+
+    Collective: all ranks, if the module is a pipeline.
+    """
+    own: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as error:
+        own = error
+    texts = own and {"what": own.what, "where": own.where, "why": own.why, "fix": own.fix}
+    first = next(filter(None, gather(job, texts) if is_pipeline(module) else [texts]), None)
+    if first is not None:
+        raise own or ConfigError(first.pop("what"), **first)
 
 
 def refuse_wrapped(module: nn.Module, *, wrap: str, after: Sequence[str] = ()) -> None:

@@ -57,9 +57,10 @@ def pipeline(
     `forward` must call the submodules that have parameters once each, in the order in which they were
     registered. One tensor passes from a stage to the next: the first argument of its first submodule. Other
     arguments may be computed from the arguments of `forward`, such as masks. Random numbers that `forward`
-    draws before its first submodule are equal in all stages; later ones are not. Layers of other stages
-    return placeholders, with the shape and dtype of the tensor that the stage passes and without values:
-    `forward` must not use another shape of an earlier stage later.
+    draws before its first submodule are equal in all stages; later ones are not. Layers of earlier stages
+    return placeholders, with the shape and dtype of the tensor that the stage receives and without values:
+    `forward` must not use another shape of an earlier stage later. It ends, by an exception, where it calls
+    the first submodule of the next stage.
 
     The loss function is called once for each micro-batch on each rank up to its call of the module, to find
     the arguments, and on the last stage once more with the output. What it does before that call must give

@@ -41,7 +41,7 @@ def choose_stages(
         stages = _named_stages(module, [split] if isinstance(split, str) else list(split))
         _refuse_unowned(module, [unit for units in stages for unit in units])
     _refuse_count(stages, ranks, schedule)
-    _refuse_patched(module, stages)
+    _refuse_hooks(module, stages)
     _refuse_shared(module, stages)
     _refuse_untrained(module, stages, is_named=split != "auto")
     return stages
@@ -165,21 +165,15 @@ def _refuse_extra_state(module: nn.Module) -> None:
         )
 
 
-def _refuse_patched(module: nn.Module, stages: list[list[str]]) -> None:
-    """Refuse a `forward` or hooks that were put on a module that is cut: stages have copies of it."""
+def _refuse_hooks(module: nn.Module, stages: list[list[str]]) -> None:
+    """Refuse hooks on a module that is cut: no stage runs its whole forward."""
     inside = {unit[:at] for units in stages for unit in units for at in range(len(unit))}
     for name, each in module.named_modules():
-        if "forward" in vars(each) and (not name or f"{name}." in inside):
-            raise ConfigError(
-                f"the `forward` of {name or type(module).__name__} was replaced on the object.",
-                why="each stage has a copy of it, with its own layers.",
-                fix="override `forward` in a subclass.",
-            )
         hooks = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks)
         if f"{name}." in inside and any(hooks):
             raise ConfigError(
                 f"{name} has hooks, and its layers belong to several stages.",
-                why="each stage has a copy of it, with its own layers.",
+                why="no stage runs its whole forward.",
                 fix="register the hooks on its layers, or split at other names.",
             )
 

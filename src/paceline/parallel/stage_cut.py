@@ -12,7 +12,7 @@ A model with
 is cut into the stages [embedding, block1] and [block2, head]. On each rank the layers of other ranks become
 `Skipped` modules once, under the same names, and their memory is freed. Each stage calls `forward(ids)`:
 
-- On stage 0, `block2` notes its first argument, which is sent. It returns a `Placeholder`.
+- On stage 0, the call of `block2` ends it (`_StageEnd`); its first argument is sent.
 - On stage 1, `embedding` and `block1` return placeholders; operations on placeholders give placeholders.
   `mask` is computed again. At the call of `block2` the received tensor takes the place of the placeholder.
 
@@ -23,7 +23,8 @@ without parameters and buffers belong to no stage and compute on all ranks.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -64,20 +65,18 @@ _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__inde
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a tensor that another stage has. It has the shape of the tensor that this stage passes.
+    """Stands for a tensor that an earlier stage has. It has the shape of the tensor that this one receives.
 
     Attributes:
-        like: A tensor with that shape: what this stage has received, or what stage 0 sends.
-        begin: Called before the first layer of the stage computes, and computes again in a backward.
+        received: That tensor.
     """
 
-    like: torch.Tensor
-    begin: Callable[[], None]
+    received: torch.Tensor
 
     @staticmethod
-    def of(like: torch.Tensor, begin: Callable[[], None]) -> Placeholder:
+    def of(received: torch.Tensor) -> Placeholder:
         placeholder = torch.empty(0).as_subclass(Placeholder)
-        placeholder.like, placeholder.begin = like, begin
+        placeholder.received = received
         return placeholder
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -90,28 +89,30 @@ class Placeholder(torch.Tensor):
         owner = func.__self__ if func.__name__ == "__get__" else func
         name = getattr(owner, "__name__", "")
         if name in _FACTS:
-            return func(args[0].like, *args[1:], **(kwargs or {}))
+            return func(args[0].received, *args[1:], **(kwargs or {}))
         written = (kwargs or {}).get("out")
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place or name == "__setitem__" or name.startswith("__i"):
             written = args[0]
         if name in _READS or not isinstance(written, Placeholder | None):
-            raise NotHere(f"`forward` needs a value of another stage for `{name}`")
+            raise _not_here(f"`forward` needs a value of another stage for `{name}`")
         found = first_placeholder((args, kwargs))
         # A new object: a layer may take its first argument only from another stage, see `_enter`.
-        return None if found is None else Placeholder.of(found.like, found.begin)
+        return None if found is None else Placeholder.of(found.received)
 
 
-class NotHere(ConfigError, AttributeError):
-    """An attribute or a value that another stage holds; `hasattr` must see an AttributeError."""
+# A BaseException, so that `except Exception` in a `forward` does not catch it.
+class _StageEnd(BaseException):
+    """Ends a stage's forward at its call of the next stage's first layer."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what}, which this rank does not have.",
-            why="a pipeline calls the model's `forward` on each stage, with its own layers only.",
-            fix="move the computation into a layer, such as the one before it: "
-            "`def forward(self, x): return compute(self.layer(x))`; or split at other names.",
-        )
+
+def _not_here(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, which this rank does not have.",
+        why="a pipeline calls the model's `forward` on each stage, with its own layers only.",
+        fix="move the computation into a layer, such as the one before it: "
+        "`def forward(self, x): return compute(self.layer(x))`; or split at other names.",
+    )
 
 
 def first_placeholder(value: Any) -> Placeholder | None:
@@ -144,6 +145,7 @@ class Skipped(nn.Module):
             k: v for k, v in _plain(layer).items() if not isinstance(v, torch.Tensor)
         }
         skipped.__dict__["_place"] = cut, unit
+        skipped.__dict__["_removed"] = {*layer._parameters, *layer._buffers, *layer._modules}
         return skipped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +153,9 @@ class Skipped(nn.Module):
         return cut.skip(unit, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotHere(f"`forward` needs `{self.__dict__['_place'][1]}.{name}`")
+        if name in self.__dict__.get("_removed", ()):  # no AttributeError: `hasattr` would be wrong
+            raise _not_here(f"`forward` needs `{self._place[1]}.{name}`")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
@@ -161,12 +163,26 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "forward"}
 
 
+class Stage(nn.Module):
+    """The layers of one stage, under their names in the model. Its forward is that of the model."""
+
+    is_stage = True  # `paceline verify` looks for it
+
+    def __init__(self, cut: Cut, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(layers)  # not `add_module`, which refuses dots
+        self._cut = cut
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cut.forward(*args, **kwargs)
+
+
 class Cut:
     """The stages of a model that are on this rank.
 
     Attributes:
         stages: For each stage of the pipeline, its units.
-        own_stages: The stages of this rank.
+        modules: The stages of this rank by number.
         names: The names of all submodules of the whole model.
     """
 
@@ -175,44 +191,23 @@ class Cut:
     ) -> None:
         self.stages, self.own_stages = stages, own_stages
         self.names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-        self._job, self._module = job, module
+        self._job, self._module, self._forward = job, module, module.forward
         self._stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
         self._units = list(self._stage_of)
         self._running: _StageForward | None = None
         self._checked: set[int] = set()  # stages whose layers keep no part of the loss
-        for unit, stage in self._stage_of.items():
-            if stage not in own_stages:
-                layer = module.get_submodule(unit)
-                _put(module, unit, Skipped.of(layer, unit, self))
+        layers = {unit: module.get_submodule(unit) for unit in self._units}
+        self.modules = {s: Stage(self, {u: layers[u] for u in stages[s]}) for s in own_stages}
+        self._skipped = {unit: Skipped.of(layer, unit, self) for unit, layer in layers.items()}
+        own_units = {unit for stage in own_stages for unit in stages[stage]}
+        self._layers = {u: layers[u] if u in own_units else self._skipped[u] for u in self._units}
+        for unit, layer in self._layers.items():
+            _put(module, unit, layer)
 
     @property
     def last_stage(self) -> int:
         """The last stage of the pipeline."""
         return len(self.stages) - 1
-
-    @cached_property
-    def modules(self) -> dict[int, nn.Module]:
-        """The module of each own stage. Made after tensor parallel has changed the layers."""
-        return {stage: self._module_of(stage) for stage in self.own_stages}
-
-    def _module_of(self, stage: int) -> nn.Module:
-        """The model with the layers of this stage. It shares them, and the tensors of containers."""
-        copies = {"": _shallow_copy(self._module)}
-        for unit in self._units:
-            path = ""
-            for part in unit.split(".")[:-1]:
-                parent, path = path, f"{path}.{part}" if path else part
-                if path not in copies:
-                    copies[path] = _shallow_copy(self._module.get_submodule(path))
-                    copies[parent]._modules[part] = copies[path]
-            if self._stage_of[unit] in self.own_stages and self._stage_of[unit] != stage:
-                layer = self._module.get_submodule(unit)
-                _put(copies[""], unit, Skipped.of(layer, unit, self))
-        root = copies[""]
-        pairs = [(self._module.get_submodule(path), each) for path, each in copies.items()]
-        root.__dict__["is_stage"] = True  # `paceline verify` looks for it
-        root.__dict__["forward"] = partial(self._forward, root, pairs)
-        return root
 
     @cached_property
     def _hooks(self) -> list[Any]:
@@ -221,8 +216,15 @@ class Cut:
         The hooks of FSDP and tensor parallel must see the received tensor.
         """
         found = []
-        for unit in (unit for stage in self.own_stages for unit in self.stages[stage]):
-            layer = self._module.get_submodule(unit)
+        for unit, layer in self._layers.items():
+            if layer is not self._module.get_submodule(unit):
+                raise ConfigError(
+                    f"{unit} was replaced after the model was split into stages.",
+                    where=self._job.where(),
+                    fix="replace it before paceline.pipeline.",
+                )
+            if isinstance(layer, Skipped):
+                continue
             hook: Any = partial(self._enter, unit)
             if layer._compiled_call_impl is not None:  # torch.compile would trace it
                 hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -242,61 +244,55 @@ class Cut:
         Args:
             args, kwargs: The arguments of the model.
             received: What the stage before has sent; None for stage 0.
-            seed_layers: Called before the first layer of a later stage. What the model's `forward` draws
-                before its layers is thus equal in all stages.
+            seed_layers: Called in a later stage where `forward` calls its first layer. What it draws before
+                is thus equal in all stages.
         """
         assert self._hooks
         if stage != self.own_stages[-1]:
             # `forward` may change its arguments in place, and a later stage of this rank gets them too.
             args, kwargs = copy_tensors((args, kwargs))
-        self._running = _StageForward(
-            stage,
-            None if received is None else Placeholder.of(received, seed_layers),
-            computes=received is None,
-        )
+        self._running = _StageForward(stage, received, seed_layers)
         try:
             return self.modules[stage](*args, **kwargs)
         finally:
             self._running = None
 
-    def _forward(
-        self,
-        root: nn.Module,
-        pairs: Sequence[tuple[nn.Module, nn.Module]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The `forward` of a stage's module, inside the hooks of FSDP."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward in the stage that is running, inside the hooks of FSDP."""
         run = self._running
         assert run is not None
-        for original, own in pairs:  # attributes may have changed, such as `training`
-            own.__dict__.update(_plain(original))
         try:
-            output = type(root).forward(root, *args, **kwargs)
+            with self._only(run.stage):
+                output = self._forward(*args, **kwargs)
+        except _StageEnd:
+            self._refuse_kept_losses(run)
+            return run.sent
         except Exception as error:
-            if run.computes or isinstance(error, PacelineError):
-                raise
-            if run.sent is not None:  # it may be an error of the user
-                error.add_note(
-                    "paceline: raised after the last layer of a stage, with placeholders."
-                )
+            if run.received is None or isinstance(error, PacelineError):
                 raise
             raise self._error(
                 f"stage {run.stage} cannot skip the computations between the layers of other stages: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for original, own in pairs:
-            original.__dict__.update(_plain(own))
         if run.num_called < len(self._units):
             raise self._error(f"`forward` does not call {self._units[run.num_called]}")
-        if run.stage < self.last_stage:
-            self._refuse_kept_losses(run)
-            return run.sent
         if first_placeholder(output) is not None:
             raise self._error(
                 "`forward` returns a tensor that it computes from a value of an earlier stage"
             )
         return output
+
+    @contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """Skip the layers of this rank's other stages."""
+        others = [u for s in self.own_stages if s != stage for u in self.stages[s]]
+        for unit in others:
+            _put(self._module, unit, self._skipped[unit])
+        try:
+            yield
+        finally:
+            for unit in others:
+                _put(self._module, unit, self._layers[unit])
 
     def _refuse_kept_losses(self, run: _StageForward) -> None:
         """Refuse a layer that keeps a part of the loss as an attribute: only its own stage has it."""
@@ -317,7 +313,7 @@ class Cut:
         """Note that `forward` calls a unit."""
         run = self._running
         if run is None:
-            raise NotHere(f"`{unit}` was called outside of a stage's forward")
+            raise _not_here(f"`{unit}` was called outside of a stage's forward")
         expected = (
             self._units[run.num_called] if run.num_called < len(self._units) else "nothing more"
         )
@@ -329,13 +325,13 @@ class Cut:
     def skip(self, unit: str, args: Any, kwargs: Any) -> Placeholder:
         """The call of a layer of another stage."""
         run = self._count_call(unit)
-        owner = self._stage_of[unit]
-        if owner == run.stage + 1 and unit == self.stages[owner][0]:
-            run.sent, run.computes = self._sendable(unit, _first(args, kwargs)), False
-            if run.placeholder is None:
-                run.placeholder = Placeholder.of(run.sent, lambda: None)
-        assert run.placeholder is not None
-        return Placeholder.of(run.placeholder.like, run.placeholder.begin)
+        if self._stage_of[unit] > run.stage:
+            run.sent = self._sendable(unit, _first(args, kwargs))
+            raise _StageEnd
+        assert run.received is not None
+        if run.num_called == 1:
+            run.seed_layers()
+        return Placeholder.of(run.received)
 
     def _enter(self, unit: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a layer of this rank computes: the received tensor takes the place of its placeholder."""
@@ -347,10 +343,10 @@ class Cut:
             if is_first:
                 self._begin(unit, first)
         if is_first and isinstance(first, Placeholder):
-            # Activation checkpointing comes here in the backward too, and computes the same masks.
-            first.begin()
-            args = tuple(first.like if each is first else each for each in args)
-            kwargs = {name: first.like if each is first else each for name, each in kwargs.items()}
+            # Activation checkpointing comes here in the backward too.
+            x = first.received
+            args = tuple(x if each is first else each for each in args)
+            kwargs = {name: x if each is first else each for name, each in kwargs.items()}
         if first_placeholder((args, kwargs)) is not None:
             raise self._error(
                 f"{unit} gets another value than its first argument from an earlier stage"
@@ -366,7 +362,7 @@ class Cut:
                 f"`forward` calls {unit} without gradients (torch.no_grad(), or torch.utils.checkpoint with "
                 "use_reentrant=True)"
             )
-        self._running.computes = True
+        self._running.received = None
 
     def _sendable(self, unit: str, x: Any) -> torch.Tensor:
         if type(x) is torch.Tensor and x.dtype in SENDABLE:
@@ -389,16 +385,16 @@ class _StageForward:
     """One forward of one stage.
 
     Attributes:
-        placeholder: What layers of other stages return.
-        computes: Whether tensors have values: from the first layer of the stage to its last one.
+        received: What the stage before has sent, until the first layer of this stage takes it.
+        seed_layers: Called at the first layer of the model, unless this is its stage.
         sent: The tensor for the next stage, when it is known.
         num_called: How many units `forward` has called.
         has_grad: Whether gradients were enabled when it began.
     """
 
     stage: int
-    placeholder: Placeholder | None
-    computes: bool
+    received: torch.Tensor | None
+    seed_layers: Callable[[], None]
     sent: torch.Tensor | None = None
     num_called: int = 0
     has_grad: bool = field(default_factory=torch.is_grad_enabled)
@@ -411,17 +407,3 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _put(module: nn.Module, unit: str, layer: nn.Module) -> None:
     parent, _, name = unit.rpartition(".")
     module.get_submodule(parent)._modules[name] = layer
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same parameters, buffers and attributes, and its own submodules and hooks."""
-    own: nn.Module = type(module).__new__(type(module))
-    nn.Module.__init__(own)
-    own.__dict__ |= {
-        name: value
-        for name, value in vars(module).items()
-        if name not in own.__dict__ or name in ("_parameters", "_buffers")
-    }
-    own.__dict__.pop("forward", None)
-    own._modules |= module._modules
-    return own

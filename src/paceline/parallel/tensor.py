@@ -34,6 +34,7 @@ from paceline.parallel.modules import (
     refuse_compiled,
     refuse_module,
     refuse_wrapped,
+    refusing_on_all_ranks,
     tied_parameters,
 )
 
@@ -90,15 +91,16 @@ def tensor_parallel(job: Job, module: nn.Module, *, plan: Plan | None = None) ->
     size = 1 if job.mesh is None else job.mesh.tp
     refuse_wrapped(module, wrap="paceline.tensor_parallel", after=("paceline.pipeline",))
     refuse_compiled(module, wrap="paceline.tensor_parallel")
-    refuse_module(job, module, wrap="paceline.tensor_parallel", may_be_meta=True)
     own: Any = getattr(module, "tp_plan", None)
     if plan is None and not own:
         raise _no_plan(module)
-    styles = _by_name(module, own if plan is None else plan)
-    heads = list(_heads(module, styles))
-    _refuse_uneven(module, styles, heads, size)
-    if plan is not None:
-        _refuse_fused(module, styles)
+    with refusing_on_all_ranks(job, module):
+        refuse_module(job, module, wrap="paceline.tensor_parallel", may_be_meta=True)
+        styles = _by_name(module, own if plan is None else plan)
+        heads = list(_heads(module, styles))
+        _refuse_uneven(module, styles, heads, size)
+        if plan is not None:
+            _refuse_fused(module, styles)
     if size == 1:
         return module
     agree_on_parameters(job, module, f"{styles=}")
