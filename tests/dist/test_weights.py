@@ -132,6 +132,11 @@ def _stage(job: Any, folder: str, schedule: str) -> int:
         training = make_training(job, model, make_tokens(12), count="tokens")
         losses.append(train(training, token_loss, until=2).losses)
     assert losses[0] == losses[1]
+    model.double()  # other ranks know the dtype of before
+    training.export(f"{folder}/exported")
+    exported = torch.load(f"{folder}/exported", weights_only=True)
+    for name, p in own.items():
+        assert torch.equal(whole(p).float(), exported[name])
     return len(own)
 
 
@@ -181,6 +186,14 @@ def _write_wrong() -> None:
         file = _folder(name, state) / "a.safetensors"
         file.write_bytes(file.read_bytes()[:-8] if name == "short" else b"hello")
     Path("empty").mkdir()
+    with paceline.join() as job:
+        for rank in range(2):
+            paceline.Checkpoints(f"run{rank}").save(job, 5 + rank, {"models": [state]})
+    names = ("0.0.weight", "0.1.weight")
+    values = torch.ones(4, 4)
+    torch.save({name: values.clone() for name in names}, "equal.pth")
+    values[3] = 0  # in the shard of the last rank
+    torch.save({names[0]: torch.ones(4, 4), names[1]: values}, "untied.pth")
     dcp_state = {"model": {k: v for k, v in state.items() if k != "2.bias"}}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(dcp_state, checkpoint_id="dcp", no_dist=True)
@@ -223,6 +236,14 @@ def _refused(job: Any, kind: str) -> None:
 
 def _refusals(job: Any) -> list[Any]:
     found = refusals(job, _refused, [*_WRONG, "rename", "buffer", "unfilled"])
+    found |= refusals(job, lambda job, kind: paceline.load_weights(_net(), f"run{job.rank}"), ["steps"])
+    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    block[1].weight = block[0].weight
+    tied = paceline.fsdp(job, nn.Sequential(block), blocks="0")
+    paceline.load_weights(tied, "equal.pth")
+    assert torch.equal(whole(block[1].weight), torch.ones(4, 4))
+    with pytest.raises(paceline.CheckpointError) as untied:
+        paceline.load_weights(tied, "untied.pth")
     with torch.device("meta"):
         model = paceline.fsdp(job, _net(), init="later")
     with pytest.raises(paceline.CheckpointError) as raised:
@@ -231,7 +252,7 @@ def _refusals(job: Any) -> list[Any]:
     skipped = {"3.bias": None}
     paceline.load_weights(model, "more", rename=lambda name: skipped.get(name, name))
     assert not any(p.is_meta for p in model.parameters())
-    return [found, str(raised.value)]
+    return [found, str(raised.value), str(untied.value)]
 
 
 def test_wrong_files_are_refused_on_all_ranks_before_a_tensor_is_allocated(
@@ -240,11 +261,12 @@ def test_wrong_files_are_refused_on_all_ranks_before_a_tensor_is_allocated(
     monkeypatch.chdir(tmp_path)
     _write_wrong()
     ranks = run_ranks(_refusals, nproc=2, mesh=Mesh(dp_shard=2))
-    for found, text in ranks:
+    for found, text, untied in ranks:
+        assert "0.0.weight and 0.1.weight have different values" in untied
         for kind in ("short", "text"):  # with what safetensors says
             assert f"{kind}/a.safetensors cannot be read" in found.pop(kind)[1]
         assert "text/a.safetensors cannot be read" in text
-    check_messages("weights", [found for found, _ in ranks])
+    check_messages("weights", [found for found, *_ in ranks])
     assert ranks[0][1].startswith("on rank 1: ")
 
 

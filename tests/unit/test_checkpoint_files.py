@@ -649,6 +649,88 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(
     assert os.listdir(tmp_path) == ["a"]
 
 
+class _Extra(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_state_of_modules_is_exported_or_named(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _Extra()
+    model.calls = 5
+    paceline.Checkpoints(tmp_path / "a").save(job, 1, {"models": [model.state_dict()]})
+    for to in (["w.pth"], ["dcp", "--dcp"], ["w.safetensors"], ["hub", "--safetensors"]):
+        assert _run("export", tmp_path / "a", tmp_path / to[0], *to[1:]) == 0
+        is_named = "holds tensors only: _extra_state" in capsys.readouterr().out
+        assert is_named == ("safetensors" in "".join(to))
+    found = {"weight": torch.zeros(3), "_extra_state": {"calls": 0}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert found["_extra_state"] == {"calls": 5}
+    for path in ("a", "w.pth"):
+        model.calls = 0
+        paceline.load_weights(model, tmp_path / path)
+        assert model.calls == 5
+
+
+def test_every_form_of_weights_is_exported_and_only_steps_are_chosen(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(job, tmp_path / "a", 1, 2)
+    write_file(tmp_path / "w.safetensors", {"weight": torch.ones(2)})
+    assert _run("export", tmp_path / "a/step-1", tmp_path / "1.pth") == 0
+    assert capsys.readouterr().out.startswith("step 1: ")
+    assert torch.load(tmp_path / "1.pth", weights_only=True)["weight"].unique() == 1
+    for source in (f"file://{tmp_path}/w.safetensors", f"{tmp_path}/w.safetensors"):
+        assert _run("export", source, tmp_path / "2.pth") == 0
+        for option in (["--step", 1], ["--best"]):
+            assert _run("export", source, tmp_path / "3.pth", *option) == 65
+            assert "not a folder of checkpoints" in capsys.readouterr().err
+    assert not (tmp_path / "3.pth").exists()
+    monkeypatch.chdir(tmp_path)
+    assert _run("export", "--dcp", "a", ".") == 65
+    assert f"{tmp_path} exists" in capsys.readouterr().err
+
+
+def test_two_names_that_become_one_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"a._orig_mod.weight": torch.ones(2), "a.weight": torch.zeros(2)}
+    torch.save(weights, tmp_path / "w.pth")
+    for option in ([], ["--safetensors"], ["--dcp"]):
+        assert _run("export", tmp_path / "w.pth", tmp_path / "new", *option) == 65
+        error = capsys.readouterr().err
+        assert "a._orig_mod.weight and a.weight of " in error
+        assert "both become a.weight" in error
+    assert os.listdir(tmp_path) == ["w.pth"]
+
+
+def test_complex_values_are_not_loaded_into_real_ones(job: Job, tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(2, 2) * 1j, "bias": torch.ones(2)}
+    torch.save(weights, tmp_path / "w.pth")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"weight: .* shape \[2, 2\] of complex values"):
+        paceline.load_weights(model, tmp_path / "w.pth")
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    paceline.load_weights(model, tmp_path / "w.pth")
+    assert torch.equal(model.weight, weights["weight"])
+
+
+def test_a_folder_of_the_hub_with_a_pickle_names_its_cure(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*\n(.*\n)*.*save_pretrained"):
+        paceline.load_weights(torch.nn.Linear(2, 2), tmp_path)
+
+
 def test_a_step_is_read_with_a_slash_and_of_a_model_that_exists(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,10 +68,9 @@ def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:
     Raises:
         CheckpointError: the folder exists, or cannot be written.
     """
-    names = weights.names()
     shards: list[list[str]] = []
     left = 0
-    for key in names:
+    for key in weights.shapes:
         size = weights.shapes[key].whole_bytes
         if not shards or size > left:
             shards.append([])
@@ -106,7 +105,7 @@ def write_dcp(folder: Path, weights: Weights) -> None:
     import torch.distributed.checkpoint as dcp
 
     with _new_folder(folder) as scratch, no_dist():
-        dcp.save(weights.read(), checkpoint_id=scratch, no_dist=True)
+        dcp.save({**weights.read(), **weights.values}, checkpoint_id=scratch, no_dist=True)
 
 
 @contextlib.contextmanager

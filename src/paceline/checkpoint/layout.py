@@ -99,6 +99,15 @@ def sharded_like(own: Any, value: Any) -> Any:
     return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
+def described(value: Any) -> str:
+    """What values must have in common to be loaded: the shape, and whether they are complex."""
+    if value is None:
+        return "no such name"
+    if not hasattr(value, "shape"):
+        return type(value).__name__
+    return f"shape {list(value.shape)}{' of complex values' if 'complex' in str(value.dtype) else ''}"
+
+
 def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A part of a tensor, as a view."""
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):

@@ -23,15 +23,16 @@ from paceline.checkpoint import layout, reader
 from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
 from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
-from paceline.errors import CheckpointError, ConfigError, listed, refuse_different_values
+from paceline.errors import CheckpointError, ConfigError, PacelineError, listed, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import current
-from paceline.parallel.modules import INNER, UNFILLED, plain_name, unwrap
+from paceline.parallel.modules import INNER, UNFILLED, local, plain_name, unwrap
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"  # without an index
 DCP_METADATA = ".metadata"
 _DDP = "module."
+_EXTRA_STATE = "_extra_state"  # torch's name of what `get_extra_state` of a module returns
 _NESTED = ("state_dict", "model")  # under which programs save the weights beside other state
 
 
@@ -46,12 +47,13 @@ def load_weights(
 
     Tensors of the model on the meta device are allocated on the device of the job, each with the size of
     this rank's shard; make the optimizer afterwards. Values are converted to the dtypes of the model.
-    Parameters that the model ties need one of their names in the file.
+    Parameters that the model ties need one of their names in the file; if it has several, their values must
+    be equal.
 
     From safetensors a rank reads the slices of its shards, from files that are mapped, one tensor at a time.
-    Beside its shards it needs memory for one shard of the writer, from a folder of torch's DCP; and for its
-    shards once more, from a checkpoint, whose digests are checked first. A file of `torch.save` is read whole
-    by each rank.
+    Beside its shards it needs memory for one shard of the writer, from a folder of torch's DCP; and for some
+    parts of 16 MiB, from a checkpoint, whose digests are checked. A file of `torch.save` is read whole by
+    each rank.
 
     Args:
         model: Wrapped, split over ranks, or neither; names with and without `module.` both fit.
@@ -65,90 +67,91 @@ def load_weights(
 
     Raises:
         CheckpointError: on all ranks, and the model is not changed: there are no weights, a file is missing
-            or cannot be read, names or shapes are not those of the model, or two names become one. If
-            reading fails later, the model is partly loaded.
+            or cannot be read, names or shapes are not those of the model, values are complex and those of
+            the model are not, or two names become one. Also on all ranks, with a model that is partly
+            loaded: reading fails later, or the names of a tied parameter have different values.
         ConfigError: on all ranks: safetensors is not installed; a buffer on the meta device is not saved.
 
     Collective: all ranks of the job, if there is one.
     """
     module = unwrap(model)
-    problem: CheckpointError | ConfigError | None = None
+    problem: PacelineError | None = None
     unknown: list[str] = []
     try:
         weights = open_weights(path, number)
-        sources, unknown = _match(module, weights, path, rename)
+        sources, unknown = _match(module, weights, rename)
     except (CheckpointError, ConfigError) as error:
         problem = error
-    job = current()
-    own_report: list[Any] = [
-        str(problem) if problem else "",
-        unknown,
-        0 if problem else weights.step,
-    ]
-    reports = [own_report] if job is None else collectives.gather(job, own_report)
-    if problem is not None:
-        raise problem
-    for rank, (text, _, _) in enumerate(reports):
-        if text:
-            raise CheckpointError(f"on rank {rank}: {text}", path=os.fspath(path))
+    reports = _exchange(path, problem, [unknown, None if problem else weights.step])
     refuse_different_values(
         "the newest checkpoint",
-        [step for _, _, step in reports],
+        [step for _, step in reports],
         where=f"in {path}",
         fix="another job saves there: name the checkpoint, such as step-500.",
     )
     # Of a pipeline each rank has some names.
-    nowhere = set(unknown).intersection(*(names for _, names, _ in reports))
+    nowhere = set(unknown).intersection(*(names for names, _ in reports))
     if nowhere:
         first = min(nowhere)
         raise CheckpointError(
             f"{first}: the model has no such name, the weights in {path} have "
-            f"{_shape(weights.shapes.get(first, weights.values.get(first)))}"
+            f"{layout.described(weights.shapes.get(first, weights.values.get(first)))}"
             f"{f'; {len(nowhere)} tensors are not in the model' if len(nowhere) > 1 else ''}.",
             fix="build the model that the weights were saved from; rename= may return None for tensors that "
             "are not needed.",
             path=os.fspath(path),
             parameter=first,
         )
+    job = current()
     device = torch.device("cpu") if job is None else job.device
-    _fill(module, weights, sources, module.__dict__.pop(UNFILLED, device))
+    try:
+        _fill(module, weights, sources, module.__dict__.pop(UNFILLED, device))
+    except CheckpointError as error:
+        problem = error
+    _exchange(path, problem, None, has_timeout=False)  # one rank may read for long
+
+
+def _exchange(
+    path: str | Path, problem: PacelineError | None, value: Any, *, has_timeout: bool = True
+) -> list[Any]:
+    """The values of all ranks; or all raise the problem of one."""
+    job, own = current(), ["" if problem is None else str(problem), value]
+    reports = [own] if job is None else collectives.gather(job, own, has_timeout=has_timeout)
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(reports):
+        if text:
+            raise CheckpointError(f"on rank {rank}: {text}", path=os.fspath(path))
+    return [value for _, value in reports]
 
 
 def _match(
-    module: nn.Module,
-    weights: Weights,
-    path: str | Path,
-    rename: Callable[[str], str | None] | None,
-) -> tuple[dict[str, str], list[str]]:
-    """For names in the state of the module, the names in the file; and names that the module lacks."""
-    source: dict[str, str] = {}  # by the name in the model
-    for key, name in weights.names(rename).items():
-        if name in source:
-            raise CheckpointError(
-                f"{source[name]} and {key} of {path} both become {name}.",
-                fix="rename= must return a different name, or None, for one of them.",
-                path=os.fspath(path),
-                parameter=name,
-            )
-        source[name] = key
+    module: nn.Module, weights: Weights, rename: Callable[[str], str | None] | None
+) -> tuple[dict[str, list[str]], list[str]]:
+    """For names in the state of the module, the names in the file; and names that the module lacks.
+
+    A tied parameter may have several names in the file.
+    """
+    source = {name: key for key, name in weights.names(rename).items()}
     state = module.state_dict(keep_vars=True)
     names_of: dict[Any, list[str]] = {}  # tied parameters have several
     for name, value in state.items():
         names_of.setdefault(_identity(name, value), []).append(plain_name(module, name))
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for name, value in state.items():
         tied = names_of[_identity(name, value)]
-        saved = next((source[each] for each in tied if each in source), None)
-        other = None if saved is None else weights.shapes.get(saved, weights.values.get(saved))
-        if _shape(value) != _shape(other):
-            raise CheckpointError(
-                f"{tied[0]}: the model has {_shape(value)}, the weights in {path} have {_shape(other)}.",
-                fix="build the model that the weights were saved from, or pass rename= if names differ.",
-                path=os.fspath(path),
-                parameter=tied[0],
-            )
-        if saved is not None:
-            found[name] = saved
+        found[name] = [source[each] for each in tied if each in source]
+        keys: list[str | None] = [*found[name]] or [None]
+        for key in keys:
+            other = None if key is None else weights.shapes.get(key, weights.values.get(key))
+            if layout.described(value) != layout.described(other):
+                raise CheckpointError(
+                    f"{tied[0]}: the model has {layout.described(value)}, the weights in {weights.path} have "
+                    f"{layout.described(other)}.",
+                    fix="build the model that the weights were saved from, or pass rename= if names differ.",
+                    path=weights.path,
+                    parameter=tied[0],
+                )
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in state]
     if lost:
         raise ConfigError(
@@ -161,50 +164,47 @@ def _match(
 
 
 def _fill(
-    module: nn.Module, weights: Weights, sources: Mapping[str, str], device: torch.device
+    module: nn.Module, weights: Weights, sources: Mapping[str, list[str]], device: torch.device
 ) -> None:
     """Read the values of the module's state, whose names in the file are `sources`."""
     state = module.state_dict(keep_vars=True)
     allocated: dict[int, torch.Tensor] = {}  # by the id of what it replaces: ties stay
     targets: dict[str, torch.Tensor] = {}
+    repeated: list[tuple[str, str]] = []  # names of one tied parameter
     new: dict[str, Any] = {}
-    for name, key in sources.items():
+    for name, (key, *others) in sources.items():
         own = state[name]
         if not isinstance(own, torch.Tensor):
             new[name] = weights.values[key]
             continue
-        target = own.detach()
-        if own.is_meta or not weights.in_place:
+        if own.is_meta:
             if id(own) not in allocated:
-                place = device if own.is_meta else own.device
-                empty = torch.empty_like(target, device=place)
+                empty = torch.empty_like(own.detach(), device=device)
                 is_parameter = isinstance(own, nn.Parameter)
                 allocated[id(own)] = (
                     nn.Parameter(empty, own.requires_grad) if is_parameter else empty
                 )
-            new[name] = allocated[id(own)]
-            target = new[name].detach()
-        targets[key] = target
+            new[name] = own = allocated[id(own)]
+        if key not in targets:
+            repeated += [(key, other) for other in others]
+        targets[key] = own.detach()
     weights.fill(targets)
-    for assign in (False, True):
-        values = {name: value for name, value in new.items() if _is_meta(state[name]) == assign}
-        if values:
-            module.load_state_dict(values, strict=False, assign=assign)
+    for key, other in repeated:
+        values = torch.empty_like(targets[key])
+        weights.fill({other: values})
+        if not torch.equal(local(values), local(targets[key])):
+            raise CheckpointError(
+                f"{key} and {other} have different values in {weights.path}, and the model ties them.",
+                fix="untie them in the model, or pass rename= that returns None for one of them.",
+                path=weights.path,
+                parameter=key,
+            )
+    if new:
+        module.load_state_dict(new, strict=False, assign=True)
 
 
 def _identity(name: str, value: Any) -> Any:
     return id(value) if isinstance(value, torch.Tensor) else name
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _shape(value: Any) -> str:
-    if value is None:
-        return "no such name"
-    shape = value.shape if hasattr(value, "shape") else None
-    return type(value).__name__ if shape is None else f"shape {list(shape)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,29 +214,43 @@ class Weights:
     Attributes:
         shapes: Dtypes and shapes, by name.
         fill: Reads the values of some tensors, by name; the tensors may be sharded.
-        values: What a checkpoint of Paceline holds beside tensors.
+        values: What modules return from `get_extra_state`, if it is no tensor.
+        path: Where they are.
         is_file: Whether names may have parts that wrappers of a model add.
-        in_place: Whether values may go straight into a model: `fill` finds no damage after the first of them.
+        step: Of a checkpoint of Paceline.
     """
 
     shapes: dict[str, SavedTensor]
     fill: Callable[[dict[str, torch.Tensor]], None]
+    path: str
     values: dict[str, Any] = field(default_factory=dict)
     is_file: bool = True
-    in_place: bool = True
-    step: int = 0  # of a checkpoint of Paceline
+    step: int | None = None
 
     def names(self, rename: Callable[[str], str | None] | None = None) -> dict[str, str]:
-        """For each name in the file, the name in the model."""
+        """For each name in the file, the name in the model.
+
+        Raises:
+            CheckpointError: two names become one.
+        """
         keys = [*self.shapes, *self.values]
+        found = {key: key for key in keys}
         if rename is not None:
             renamed = ((key, rename(key)) for key in keys)
-            return {key: new for key, new in renamed if new is not None}
-        if not self.is_file:
-            return {key: key for key in keys}
-        found = {k: ".".join(part for part in k.split(".") if part not in INNER) for k in keys}
-        while found and all(name.startswith(_DDP) for name in found.values()):
-            found = {key: name.removeprefix(_DDP) for key, name in found.items()}
+            found = {key: new for key, new in renamed if new is not None}
+        elif self.is_file:
+            found = {k: ".".join(part for part in k.split(".") if part not in INNER) for k in keys}
+            while found and all(name.startswith(_DDP) for name in found.values()):
+                found = {key: name.removeprefix(_DDP) for key, name in found.items()}
+        key_of: dict[str, str] = {}
+        for key, name in found.items():
+            if key_of.setdefault(name, key) != key:
+                raise CheckpointError(
+                    f"{key_of[name]} and {key} of {self.path} both become {name}.",
+                    fix="pass rename= to load_weights: a different name, or None, for one of them.",
+                    path=self.path,
+                    parameter=name,
+                )
         return found
 
     def read(self, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -265,10 +279,11 @@ def open_weights(path: str | Path, number: int = 0) -> Weights:
         if (Path(name) / INDEX).exists() or (Path(name) / ONE_FILE).exists():
             return _safetensors_folder(Path(name))
         if name.endswith(".safetensors"):
-            return _safetensors([name])
+            return _safetensors(name, [name])
         if (Path(name) / DCP_METADATA).exists():
             return _dcp(name)
         if Path(name).is_dir():
+            _refuse_pickles(Path(name))
             return _checkpoint(name, number)
         return _in_memory(torch.load(name, map_location="cpu", weights_only=True), name)
     except (CheckpointError, ConfigError):
@@ -290,7 +305,7 @@ def _safetensors_folder(folder: Path) -> Weights:
     """The files that the index names: a folder may have the same weights in other files too."""
     index = folder / INDEX
     if not index.exists():
-        return _safetensors([os.fspath(folder / ONE_FILE)])
+        return _safetensors(os.fspath(folder), [os.fspath(folder / ONE_FILE)])
     try:
         file_of = {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -299,7 +314,8 @@ def _safetensors_folder(folder: Path) -> Weights:
         ) from error
     files = sorted(set(file_of.values()))
     _refuse_absent(index, files)
-    weights = _safetensors([os.fspath(folder / name) for name in files], file_of)
+    paths = [os.fspath(folder / name) for name in files]
+    weights = _safetensors(os.fspath(folder), paths, file_of)
     missing = sorted(set(file_of) - set(weights.shapes))
     if missing:
         raise CheckpointError(
@@ -309,6 +325,19 @@ def _safetensors_folder(folder: Path) -> Weights:
             parameter=missing[0],
         )
     return weights
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Raise CheckpointError if a folder from the hub holds its weights as pickles only."""
+    if pickles := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"{folder} holds its weights in {listed(pickles)}, and not in safetensors.",
+            why="each rank would read all of it; and loading a pickle can run code.",
+            fix="convert it once, with the class of your model: `model = "
+            f"transformers.AutoModelForCausalLM.from_pretrained({os.fspath(folder)!r})`, then "
+            "`model.save_pretrained(NEW_FOLDER)`.",
+            path=os.fspath(folder),
+        )
 
 
 def _refuse_absent(index: Path, files: Iterable[str]) -> None:
@@ -321,7 +350,9 @@ def _refuse_absent(index: Path, files: Iterable[str]) -> None:
         )
 
 
-def _safetensors(files: list[str], file_of: Mapping[str, str] | None = None) -> Weights:
+def _safetensors(
+    path: str, files: list[str], file_of: Mapping[str, str] | None = None
+) -> Weights:
     """The tensors in the files; with `file_of`, each from the file that it names."""
     safetensors_torch()
     from safetensors import safe_open
@@ -348,7 +379,7 @@ def _safetensors(files: list[str], file_of: Mapping[str, str] | None = None) -> 
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             return opened.get_slice(key)[box]  # type: ignore[no-any-return]
 
-    return Weights(shapes=shapes, fill=_filler(shapes, part))
+    return Weights(shapes=shapes, fill=_filler(shapes, part), path=path)
 
 
 def _in_memory(content: Any, path: str) -> Weights:
@@ -356,15 +387,18 @@ def _in_memory(content: Any, path: str) -> Weights:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(
-        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()
+        isinstance(k, str) and (isinstance(v, torch.Tensor) or k.split(".")[-1] == _EXTRA_STATE)
+        for k, v in content.items()
     ):
         raise CheckpointError(f"{path} holds no plain state_dict.", path=path)
-    shapes = {key: _one_chunk(value) for key, value in content.items()}
+    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+    shapes = {key: _one_chunk(value) for key, value in tensors.items()}
 
     def part(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        return layout.narrowed(content[key], offsets, sizes)
+        return layout.narrowed(tensors[key], offsets, sizes)
 
-    return Weights(shapes=shapes, fill=_filler(shapes, part))
+    values = {key: value for key, value in content.items() if key not in tensors}
+    return Weights(shapes=shapes, fill=_filler(shapes, part), path=path, values=values)
 
 
 def _remote_file(url: str) -> Weights:
@@ -403,7 +437,7 @@ def _dcp(folder: str) -> Weights:
         with no_dist():
             dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
-    return Weights(shapes=shapes, fill=fill)
+    return Weights(shapes=shapes, fill=fill, path=folder)
 
 
 @contextlib.contextmanager
@@ -462,9 +496,9 @@ def _checkpoint(url: str, number: int) -> Weights:
         shapes={key: manifest.tensors[path] for key, path in path_of.items()},
         fill=fill,
         values=values,
+        path=url,
         step=step,
         is_file=False,
-        in_place=False,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, remove, verify
 from paceline.command_line import CommandParser, not_negative_count
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, listed
 from paceline.exit_codes import ExitCode
 
 HELP = "list, show, check, export or remove checkpoints"
@@ -223,16 +223,20 @@ def _best(store: Store, steps: Sequence[int]) -> int:
 
 def _export(store: Store, args: argparse.Namespace) -> int:
     from paceline.checkpoint.export import write_dcp, write_file, write_shards
-    from paceline.checkpoint.weights import DCP_METADATA, INDEX, ONE_FILE, open_weights
+    from paceline.checkpoint.weights import open_weights
 
     if args.shards and not args.safetensors:
         parser().error("--shards is an option of --safetensors")
-    source, what = args.folder, args.folder
-    is_other = {DCP_METADATA, INDEX, ONE_FILE} & set(store.names()) or Path(source).is_file()
-    if not is_other or committed(store):
+    source = args.folder
+    if committed(store):
         steps = _steps(store, args.step)
         step = _best(store, steps) if args.best else steps[-1]
-        source, what = f"{store.root.rstrip('/')}/step-{step}", f"step {step}"
+        source = f"{store.root.rstrip('/')}/step-{step}"
+    elif args.best or args.step is not None:
+        raise CheckpointError(
+            f"{source} is not a folder of checkpoints, from which --step and --best choose.",
+            fix="leave them out, or give the folder of the checkpoints.",
+        )
     weights = open_weights(source, args.model)
     if args.safetensors:
         write_shards(args.to, weights, args.shards or _size("5GB"))
@@ -244,7 +248,10 @@ def _export(store: Store, args: argparse.Namespace) -> int:
         kind = "safetensors" if args.to.suffix == ".safetensors" else "torch.save"
         values = {} if kind == "safetensors" else weights.values
         write_file(args.to, {**weights.read(), **values})
+    what = source if weights.step is None else f"step {weights.step}"
     print(f"{what}: {len(weights.shapes)} tensors written to {args.to} (format of {kind})")
+    if kind == "safetensors" and weights.values:
+        print(f"not written, because safetensors holds tensors only: {listed([*weights.values])}")
     return ExitCode.OK
 
 

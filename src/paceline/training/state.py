@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.layout import sharded_like
+from paceline.checkpoint.layout import described, sharded_like
 from paceline.errors import CheckpointError
 from paceline.parallel.modules import INNER, owned_parameters, plain_name, unwrap
 
@@ -238,7 +238,7 @@ def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
 def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     own = _state_of(model)
     for name in sorted(set(own) | set(values)):
-        ours, theirs = (_shape(each.get(name)) for each in (own, values))
+        ours, theirs = (described(each.get(name)) for each in (own, values))
         if ours != theirs:
             raise CheckpointError(
                 f"{name}: the model has {ours}, the checkpoint has {theirs}.",
@@ -246,8 +246,3 @@ def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
                 parameter=name,
             )
 
-
-def _shape(value: Any) -> str:
-    if value is None:
-        return "no such name"
-    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
