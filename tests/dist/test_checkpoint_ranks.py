@@ -134,10 +134,14 @@ def _unlike(job: Any, folder: str, kind: str) -> None:
     tensors: dict[str, Any] = {"a": torch.ones(4 if kind == "shape" and job.rank == 1 else 3)}
     if kind == "value":
         tensors["b"] = object()
+    if kind == "part":  # as of an optimizer that divides its state over the ranks
+        tensors[f"b{job.rank}"] = torch.ones(2)
     paceline.Checkpoints(folder).save(job, 1, {"inner": tensors})
 
 
-@pytest.mark.parametrize(("kind", "name"), [("shape", "inner.a"), ("value", "inner.b")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("shape", "inner.a"), ("value", "inner.b"), ("part", "inner.b1")]
+)
 def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(
     kind: str, name: str, tmp_path: Path
 ) -> None:

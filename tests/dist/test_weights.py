@@ -236,7 +236,9 @@ def _refused(job: Any, kind: str) -> None:
 
 def _refusals(job: Any) -> list[Any]:
     found = refusals(job, _refused, [*_WRONG, "rename", "buffer", "unfilled"])
-    found |= refusals(job, lambda job, kind: paceline.load_weights(_net(), f"run{job.rank}"), ["steps"])
+    found |= refusals(
+        job, lambda job, kind: paceline.load_weights(_net(), f"run{job.rank}"), ["steps"]
+    )
     block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     block[1].weight = block[0].weight
     tied = paceline.fsdp(job, nn.Sequential(block), blocks="0")

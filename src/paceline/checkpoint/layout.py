@@ -23,6 +23,8 @@ from paceline.parallel.modules import local
 # Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
 PIECE_BYTES = 16 << 20
 
+RNG = "$rng."  # prefix of the random generators of a rank
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 Key = tuple[str, tuple[int, ...]]  # name and offsets
 Shape = tuple[str, tuple[int, ...]]  # dtype and global shape
@@ -105,7 +107,9 @@ def described(value: Any) -> str:
         return "no such name"
     if not hasattr(value, "shape"):
         return type(value).__name__
-    return f"shape {list(value.shape)}{' of complex values' if 'complex' in str(value.dtype) else ''}"
+    return (
+        f"shape {list(value.shape)}{' of complex values' if 'complex' in str(value.dtype) else ''}"
+    )
 
 
 def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -118,7 +122,9 @@ def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -
 
 def _divide(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
     rows, starts = _held_pieces(tensors)
-    shapes, indices = _assign(collectives.gather(job, rows))
+    reports = collectives.gather(job, [rows, list(tensors)])
+    _refuse_lost(job, [set(names) for _, names in reports])
+    shapes, indices = _assign([rows for rows, _ in reports])
     # Wide types first: each piece then lies at a multiple of its own size, without gaps.
     mine = sorted(
         (rows[i] for i in indices[job.rank]),
@@ -198,6 +204,21 @@ def _pieces(box: Box, itemsize: int) -> list[Box]:
     return [
         ((offsets[0] + at, *offsets[1:]), (min(rows, sizes[0] - at), *sizes[1:])) for at in firsts
     ]
+
+
+def _refuse_lost(job: Job, names: Sequence[set[str]]) -> None:
+    """Raise CheckpointError if a rank has a tensor that no rank has whose values are saved."""
+    saving = [0] if job.mesh is None else job.mesh.axis_ranks(0, "pp")
+    saved = set().union(*(names[rank] for rank in saving))
+    for rank, own in enumerate(names):
+        if lost := sorted(name for name in own - saved if not name.startswith(RNG)):
+            raise CheckpointError(
+                f"{lost[0]} cannot be saved: rank {rank} holds it and rank 0 does not.",
+                why="a checkpoint has the structure of rank 0's state, so values of other ranks would be lost.",
+                fix="give all ranks the same state; an optimizer that divides its state over the ranks needs "
+                "`fsdp` in its place.",
+                parameter=lost[0],
+            )
 
 
 def _refuse_incomplete(facts: dict[Key, tuple[str, list[int], list[int]]]) -> None:

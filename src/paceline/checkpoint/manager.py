@@ -17,7 +17,7 @@ import torch
 
 from paceline import log
 from paceline.checkpoint import codec
-from paceline.checkpoint.layout import Planner
+from paceline.checkpoint.layout import RNG, Planner
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.owner import Ownership, take
 from paceline.checkpoint.reader import read
@@ -40,7 +40,6 @@ from paceline.machine import format_bytes
 
 Resume = Literal["auto", "must"]
 _WAIT_S = 2.0  # age of a save up to which the next one waits for it instead of being left out
-_RNG = "$rng."
 
 
 class Checkpoints:
@@ -194,7 +193,7 @@ class Checkpoints:
         self.refuse_earlier(step, self._newest)
         self._attempts += 1
         self._is_behind = False
-        tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
+        tensors[f"{RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, self._buffer)
         content = Content(
             step=step,
@@ -367,10 +366,10 @@ class Checkpoints:
         wants: Callable[[str], bool],
     ) -> tuple[Any, torch.Tensor | None, str]:
         """The state, this rank's random generators, and how the checkpoint is damaged, or ""."""
-        own = f"{_RNG}{job.rank}"
+        own = f"{RNG}{job.rank}"
 
         def is_read(path: str) -> bool:
-            return path == own or (not path.startswith(_RNG) and wants(path))
+            return path == own or (not path.startswith(RNG) and wants(path))
 
         try:
             manifest = read_manifest(self._store, step)

@@ -23,7 +23,13 @@ from paceline.checkpoint import layout, reader
 from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
 from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
-from paceline.errors import CheckpointError, ConfigError, PacelineError, listed, refuse_different_values
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    PacelineError,
+    listed,
+    refuse_different_values,
+)
 from paceline.job import collectives
 from paceline.job.job import current
 from paceline.parallel.modules import INNER, UNFILLED, local, plain_name, unwrap
@@ -350,9 +356,7 @@ def _refuse_absent(index: Path, files: Iterable[str]) -> None:
         )
 
 
-def _safetensors(
-    path: str, files: list[str], file_of: Mapping[str, str] | None = None
-) -> Weights:
+def _safetensors(path: str, files: list[str], file_of: Mapping[str, str] | None = None) -> Weights:
     """The tensors in the files; with `file_of`, each from the file that it names."""
     safetensors_torch()
     from safetensors import safe_open

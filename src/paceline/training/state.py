@@ -245,4 +245,3 @@ def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
                 fix=_SAME_MODEL,
                 parameter=name,
             )
-
