@@ -214,7 +214,7 @@ def _refuse_lost(job: Job, names: Sequence[set[str]]) -> None:
         if lost := sorted(name for name in own - saved if not name.startswith(RNG)):
             raise CheckpointError(
                 f"{lost[0]} cannot be saved: rank {rank} holds it and rank 0 does not.",
-                why="a checkpoint has the structure of rank 0's state, so values of other ranks would be lost.",
+                why="a checkpoint has the structure of rank 0's state, so other values would be lost.",
                 fix="give all ranks the same state; an optimizer that divides its state over the ranks needs "
                 "`fsdp` in its place.",
                 parameter=lost[0],
