@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import paceline
+from paceline.parallel.modules import whole
 from paceline.testing import run_ranks
 
 GLOBAL_BATCH = 12
@@ -46,18 +47,24 @@ def _run_out(_: torch.Tensor) -> None:
 
 
 def _training(
-    job: Any, model: nn.Module, micro_batch: Any, *, samples: int = 24, workers: int = 0
+    job: Any,
+    model: nn.Module,
+    micro_batch: Any,
+    *,
+    batch: int = GLOBAL_BATCH,
+    samples: int = 24,
+    workers: int = 0,
 ) -> paceline.Training:
     data = make_data(samples, torch.float64)
     batches = paceline.Batches(
-        job, data, global_batch=GLOBAL_BATCH, micro_batch=micro_batch, workers=workers
+        job, data, global_batch=batch, micro_batch=micro_batch, workers=workers
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return paceline.Training(job, paceline.ddp(job, model), optimizer, batches)
+    return paceline.Training(job, model, optimizer, batches)
 
 
 def _train(job: Any, model: Limited, micro_batch: Any, **options: Any) -> tuple[list[Any], int]:
-    training = _training(job, model, micro_batch, **options)
+    training = _training(job, paceline.ddp(job, model), micro_batch, **options)
     wrapped = training.models[0]
     losses = []
     for step in training.steps(epochs=3):
@@ -77,7 +84,7 @@ def _buffers(job: Any) -> None:
     nets = []
     for micro_batch in ("auto", limit):
         net = Limited(job, limit if micro_batch == "auto" else 10**6, batchnorm=True)
-        training = _training(job, net, micro_batch)
+        training = _training(job, paceline.ddp(job, net), micro_batch)
         wrapped = training.models[0]
         for step in training.steps(until=3):
             step.run(lambda batch, model=wrapped: F.cross_entropy(model(batch[0]), batch[1]))
@@ -114,6 +121,105 @@ def test_the_result_is_that_of_a_fixed_micro_batch(nproc: int) -> None:
     assert ranks[-1][1] >= 2
 
 
+class _RunsOut(torch.autograd.Function):
+    """Calls `block.enter` in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: Block) -> torch.Tensor:
+        ctx.block = block
+        block.enter("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.block.enter("backward")
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Runs out of memory at one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fails_in, self.calls_left = "", 0
+
+    def enter(self, where: str) -> None:
+        if where == self.fails_in:
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                self.fails_in = ""
+                raise torch.OutOfMemoryError("out of memory")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = _RunsOut.apply(self.first(x), self)  # type: ignore[no-untyped-call]
+        return x + torch.tanh(self.second(x))
+
+
+# (step, rank, block): in which pass of which micro-batch it runs out of memory. The micro-batches have
+# 12, 6, 3, 2 samples.
+FAILURES = {
+    (1, 0, 0): ("forward", 1),
+    (2, 1, 2): ("forward", 2),  # the last one, in which the gradients are summed
+    (3, 0, 1): ("backward", 2),
+    (3, 1, 0): ("forward", 3),
+    (4, 1, 0): ("backward", 6),
+}
+
+
+def _train_blocks(job: Any, micro_batch: Any, **options: Any) -> list[float]:
+    torch.manual_seed(1)
+    blocks = [Block() for _ in range(3)]
+    net = nn.Sequential(nn.BatchNorm1d(4).eval(), nn.Linear(4, 8), *blocks, nn.Linear(8, 3))
+    model = paceline.fsdp(job, net.double(), blocks=Block, **options)
+    size = job.world_size
+    training = _training(job, model, micro_batch, batch=12 * size, samples=54 * size, workers=1)
+    losses = []
+    for step in training.steps(until=8):
+        for number, block in enumerate(blocks):
+            key = (step.number, job.rank % 2, number)
+            if micro_batch == "auto" and key in FAILURES:
+                block.fails_in, block.calls_left = FAILURES[key]
+        step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        step.update(clip_norm=1.0)
+        losses.append(float(step.loss))
+    assert all(not block.fails_in for block in blocks)
+    assert training.batches.micro_batch == (1 if micro_batch == "auto" else micro_batch)
+    weights = [whole(value).double().reshape(-1) for value in model.state_dict().values()]
+    return [*losses, *torch.cat(weights).tolist()]
+
+
+def _joins_again(job: Any, options: dict[str, Any]) -> None:
+    found, wanted = (_train_blocks(job, each, **options) for each in ("auto", 12))
+    assert found == pytest.approx(wanted, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "mesh", "options"),
+    [
+        (2, None, {}),
+        pytest.param(3, None, {"reshard_after_forward": False}, marks=pytest.mark.ci),
+        pytest.param(4, paceline.Mesh(dp_replicate=2, dp_shard=2), {}, marks=pytest.mark.ci),
+    ],
+)
+def test_a_rank_of_fsdp_without_memory_joins_the_collectives_again(
+    nproc: int, mesh: paceline.Mesh | None, options: dict[str, Any]
+) -> None:
+    run_ranks(_joins_again, options, nproc=nproc, mesh=mesh)
+
+
+def _one_sample(job: Any) -> None:
+    model: Any = paceline.fsdp(job, Limited(job, 0))
+    for step in _training(job, model, "auto").steps():
+        step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+
+@pytest.mark.ci
+def test_one_sample_does_not_fit_with_fsdp() -> None:
+    with pytest.raises(paceline.StepError, match=r"one sample .* of rank 1"):
+        run_ranks(_one_sample, nproc=2)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
@@ -122,7 +228,7 @@ class Stream(IterableDataset[int]):
 def _wrong(job: Any, kind: str) -> None:
     model: Any = Limited(job, 0)
     if kind == "loop":
-        for step in _training(job, model, "auto").steps():
+        for step in _training(job, paceline.ddp(job, model), "auto").steps():
             for _ in step:
                 pass
     if kind == "one sample":
@@ -130,17 +236,14 @@ def _wrong(job: Any, kind: str) -> None:
     if kind == "stream":
         paceline.Batches(job, Stream(), global_batch=4, micro_batch="auto")
     batches = paceline.Batches(job, make_data(), global_batch=4, micro_batch="auto")
-    if kind == "fsdp":
-        model = paceline.fsdp(job, model)
-    elif kind == "sync_batchnorm":
+    if kind == "sync_batchnorm":
         model = paceline.sync_batchnorm(job, Limited(job, 0, batchnorm=True))
-    if kind != "fsdp":
-        model = paceline.ddp(job, model)
+    model = paceline.ddp(job, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     paceline.Training(job, model, optimizer, batches, reproducible=kind == "reproducible")
 
 
-WRONG = ["loop", "one sample", "stream", "fsdp", "sync_batchnorm", "reproducible"]
+WRONG = ["loop", "one sample", "stream", "sync_batchnorm", "reproducible"]
 
 
 def test_refusals() -> None:

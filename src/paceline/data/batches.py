@@ -186,7 +186,6 @@ class Batches:
                 axis.size,
                 sampled=self._sampled,
                 drop_last=source.drop_last,
-                closes_with_padding=self.is_auto,
             )
             self._samples = samples = Samples(
                 source.dataset,
@@ -299,6 +298,15 @@ class Batches:
         self._plan = replace(self._plan, aligned=True, micro_batch=self.micro_batch)
         self._loader.plan = self._plan
 
+    def close_with_padding(self) -> None:
+        """End each step with a padding micro-batch on every rank, if `iterate` gets `equal`.
+
+        Collective: all ranks, before `iterate`.
+        """
+        assert self._plan is not None
+        assert isinstance(self._loader, MapLoader)
+        self._loader.plan = self._plan = replace(self._plan, closes_with_padding=True)
+
     def iterate(
         self, position: Position, *, epochs: int, equal: bool = False
     ) -> Iterator[PlannedStep]:
@@ -367,6 +375,22 @@ class Batches:
         assert isinstance(self._loader, MapLoader)
         plan = replace(self._plan, rank=rank)
         return self._loader.read_again(step, list(plan.micro_batch_ranges(step.num_samples, equal)))
+
+    def padding(self, step: PlannedStep, number: int) -> PlannedStep:
+        """The same step in `number` padding micro-batches, all of one sample.
+
+        Not for streams. Collective: none.
+        """
+        assert isinstance(self._loader, MapLoader)
+        [one] = self._loader.read_again(step, [(0, 1, True)])
+        micro_batches = (
+            MicroBatch(one.batch, one.places, is_last=left == 0, is_padding=True)
+            for left in reversed(range(number))
+        )
+        seed, epoch, offset = step.position.seed, step.epoch, step.offset
+        return PlannedStep(
+            seed, epoch, offset, step.stop, step.num_samples, step.ends_epoch, number, micro_batches
+        )
 
     def close(self) -> None:
         """End the loader workers. Leaving the job also ends them. Collective: none."""

@@ -57,6 +57,7 @@ from paceline.parallel.modules import (
     warn_untrained,
     whole,
 )
+from paceline.parallel.replay import FSDPReplay
 from paceline.parallel.strategy import Strategy, norms_over_ranks
 
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
@@ -357,10 +358,18 @@ class FSDPStrategy(Strategy):
             )
         return super().backward(loss, start, micro, inputs)
 
+    def make_replay(self) -> FSDPReplay | None:
+        # tensor_parallel and pipeline have collectives of their own.
+        is_alone = bool(self._roots) and self._job.data.size == self._job.world_size
+        return (
+            FSDPReplay(self._roots)
+            if is_alone and hasattr(FSDPModule, "reset_iter_state")
+            else None
+        )
+
     def _set_sync(self, on: bool) -> None:
         for root in self._roots:
             root.set_requires_gradient_sync(on)
-            root.set_is_last_backward(on)
 
     def leave_step(self) -> None:
         super().leave_step()

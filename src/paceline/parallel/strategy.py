@@ -72,6 +72,19 @@ class LossRun(Protocol):
         """Complete the gradients. `count` is the loss count of this data rank."""
 
 
+class Replay(Protocol):
+    """Lets a rank that failed in a micro-batch run it again, and join the collectives that are left in it."""
+
+    def begin_micro_batch(self) -> None:
+        """Called before each forward."""
+
+    def repeat(self) -> None:
+        """Reset the models. The next micro-batch is the newest, again: it failed, or the one after it did."""
+
+    def reset(self) -> None:
+        """Discard what an unfinished micro-batch, or one that was run again, has left in the models."""
+
+
 class Strategy:
     """The strategy of one process, and the base of those for several ranks.
 
@@ -187,6 +200,10 @@ class Strategy:
     def run(self, loss: LossRun) -> None:
         """Run forward and backward of all micro-batches of a step."""
         loss.run_loop()
+
+    def make_replay(self) -> Replay | None:
+        """How a rank that fails in a micro-batch joins the collectives of the others again, if it can."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """Settings that decide how long the ranks take to communicate, for reports and advice."""

@@ -1,9 +1,14 @@
 """`micro_batch="auto"`: repeat a step in smaller micro-batches while a rank runs out of memory.
 
-A rank that runs out of memory between the collectives of a step would leave the others waiting. So the
-micro-batches run without collectives; then the ranks exchange whether all have succeeded; only then a padding
-micro-batch (`Plan.closes_with_padding`) sums the gradients. If a rank has failed, all ranks discard the
-gradients, restore the buffers of the models, and read the step again in micro-batches of half the size.
+A rank that runs out of memory between the collectives of a step would leave the others waiting.
+
+With DDP the micro-batches run without collectives; then the ranks exchange whether all have succeeded; only
+then a padding micro-batch (`Plan.closes_with_padding`) sums the gradients. With FSDP each micro-batch has
+collectives. A rank that fails finishes the step with padding micro-batches, which make those that are left
+(`paceline.parallel.replay`); after the last backward the ranks exchange whether all have succeeded.
+
+If a rank has failed, all ranks discard the gradients, restore the buffers of the models, and read the step
+again in micro-batches of half the size.
 """
 
 from __future__ import annotations
@@ -25,9 +30,12 @@ from paceline.parallel.modules import unwrap
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.syncbn import SyncBatchNorm, plain_batchnorms
 
+_RunLoop = Callable[[Callable[[bool], None]], None]
+_BeginAgain = Callable[[Callable[[PlannedStep], PlannedStep]], None]
 
-class _FailedElsewhere(Exception):
-    """Another rank ran out of memory in this step."""
+
+class _Failed(Exception):
+    """A rank ran out of memory in this step."""
 
 
 class AutoMicroBatch:
@@ -42,12 +50,16 @@ class AutoMicroBatch:
     ) -> None:
         self._job, self._batches, self._models = job, batches, models
         self._full: list[int] = []  # ranks without memory in the last try
+        self._replay = strategy.make_replay()
+        self._state = "running"  # of a step with replay; then "failed", on this rank, and "agreed"
         fix = "give a number: micro_batch=8."
-        if type(strategy) not in (Strategy, DDPStrategy):
+        if self._replay is None and type(strategy) not in (Strategy, DDPStrategy):
             raise ConfigError(
-                'micro_batch="auto" is for training on one process and with paceline.ddp.',
-                why="with split models, forwards have collectives, in which the others would wait for a rank "
-                "that runs out of memory; with reproducible=True, the micro-batch decides the bits.",
+                'micro_batch="auto" is for training on one process, with paceline.ddp, and from torch 2.13 '
+                "on with paceline.fsdp.",
+                why="other split models have collectives in their forwards, in which the others would wait "
+                "for a rank that runs out of memory; with reproducible=True, the micro-batch decides the "
+                "bits.",
                 fix=fix,
                 option="micro_batch",
             )
@@ -58,6 +70,8 @@ class AutoMicroBatch:
                 fix=fix,
                 option="micro_batch",
             )
+        if self._replay is None:
+            batches.close_with_padding()
         for model in models:
             if names := plain_batchnorms(model):
                 log.once(
@@ -65,44 +79,44 @@ class AutoMicroBatch:
                     "forward, so the result depends on the memory of the device."
                 )
 
-    def run(
-        self,
-        run_loop: Callable[[Callable[[], None]], None],
-        begin_again: Callable[[Callable[[PlannedStep], PlannedStep]], None],
-    ) -> None:
+    def run(self, run_loop: _RunLoop, begin_again: _BeginAgain) -> None:
         """Run the loop of a step until it succeeds on all ranks.
 
         Args:
-            run_loop: Runs it; calls its argument before the forward of the last micro-batch.
+            run_loop: Runs it; calls its argument before each forward, with whether it is the last.
             begin_again: See `Step.begin_again`.
 
         Raises:
-            StepError: on all ranks: a micro-batch of one sample does not fit.
+            StepError: a micro-batch of one sample does not fit; on all ranks, with FSDP on that rank.
 
         Collective: all ranks.
         """
         saved = self._saved_buffers()
-        while not self._succeeds(run_loop):
-            # The frames of the error, which hold activations, are gone; some objects are in cycles.
-            gc.collect()
-            if self._job.device.type != "cpu":
-                torch.get_device_module(self._job.device).empty_cache()
+        succeeds = self._succeeds if self._replay is None else self._succeeds_with_replay
+        while not succeeds(run_loop, begin_again):
+            self._free_memory()
             self._restore(saved)
             begin_again(self._cut)
 
-    def _succeeds(self, run_loop: Callable[[Callable[[], None]], None]) -> bool:
+    def _free_memory(self) -> None:
+        # The frames of the error, which hold activations, are gone; some objects are in cycles.
+        gc.collect()
+        if self._job.device.type != "cpu":
+            torch.get_device_module(self._job.device).empty_cache()
+
+    def _succeeds(self, run_loop: _RunLoop, _: _BeginAgain) -> bool:
         is_agreed = False
 
-        def before_last() -> None:
+        def before_forward(is_last: bool) -> None:
             nonlocal is_agreed
-            if self._job.data.size > 1:  # else the last one is not the padding
+            if is_last and self._job.data.size > 1:  # else the last one is not the padding
                 is_agreed = True
                 if self._agree(failed=False):
-                    raise _FailedElsewhere
+                    raise _Failed
 
         try:
-            run_loop(before_last)
-        except _FailedElsewhere:
+            run_loop(before_forward)
+        except _Failed:
             return False
         except torch.OutOfMemoryError:
             if is_agreed:
@@ -110,6 +124,45 @@ class AutoMicroBatch:
             self._agree(failed=True)
             return False
         return True
+
+    def _succeeds_with_replay(self, run_loop: _RunLoop, begin_again: _BeginAgain) -> bool:
+        replay, begun = self._replay, 0
+        assert replay is not None
+
+        def before_forward(_: bool) -> None:
+            nonlocal begun
+            begun += 1
+            replay.begin_micro_batch()
+
+        self._state = "running"
+        try:
+            try:
+                run_loop(before_forward)
+                return True
+            except torch.OutOfMemoryError:
+                if self._state == "agreed":
+                    raise
+            self._state = "failed"
+            self._free_memory()
+            finished = max(0, begun - 1)
+            if begun:
+                replay.repeat()
+            begin_again(lambda step: self._batches.padding(step, step.num_micro_batches - finished))
+            try:
+                run_loop(before_forward)
+            except torch.OutOfMemoryError as error:
+                raise self._too_large([self._job.rank]) from error
+        except _Failed:
+            replay.reset()
+        return False
+
+    def after_backward(self) -> None:
+        """Called after the last backward, before the gradients are completed."""
+        if self._replay is not None:
+            has_failed = self._state == "failed"
+            self._state = "agreed"
+            if self._agree(failed=has_failed):
+                raise _Failed
 
     def _agree(self, *, failed: bool) -> bool:
         """Whether a rank has run out of memory."""
@@ -120,11 +173,7 @@ class AutoMicroBatch:
     def _cut(self, step: PlannedStep) -> PlannedStep:
         largest = min(self._batches.micro_batch, -(-step.num_samples // self._job.data.size))
         if largest == 1:
-            raise StepError(
-                f"a micro-batch of one sample does not fit into the memory of {name_ranks(self._full)}.",
-                where=self._job.where(),
-                fix="use smaller samples, precision='bf16', activation checkpointing, or paceline.fsdp.",
-            )
+            raise self._too_large(self._full)
         half = -(-largest // 2)
         if self._job.rank == 0:
             log.logger.info(
@@ -135,6 +184,14 @@ class AutoMicroBatch:
                 half,
             )
         return self._batches.cut_again(step, half)
+
+    def _too_large(self, ranks: list[int]) -> StepError:
+        return StepError(
+            f"a micro-batch of one sample does not fit into the memory of {name_ranks(ranks)}.",
+            where=self._job.where(),
+            fix="use smaller samples, precision='bf16', activation checkpointing, or paceline.fsdp on more "
+            "ranks.",
+        )
 
     def _saved_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         buffers = [buffer for model in self._models for buffer in unwrap(model).buffers()]

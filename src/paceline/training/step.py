@@ -397,6 +397,8 @@ class Step:
             for hook in hooks:
                 hook.remove()
         if is_complete:
+            if context.auto is not None:
+                context.auto.after_backward()
             self._complete_gradients(records)
         else:
             for record in records:
@@ -762,14 +764,14 @@ class _LossRun:
         self._micros: list[MicroBatch] = []
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    def run_loop(self, before_last: Callable[[], None] | None = None) -> None:
-        """Run the loop, and `before_last` before the forward of the last micro-batch."""
+    def run_loop(self, before_forward: Callable[[bool], None] | None = None) -> None:
+        """Run the loop, and `before_forward(is_last)` before the forward of each micro-batch."""
         step = self._step
         step._refuse_second_loop()
         for batch in step._run_micro_batches():
             assert step._micro is not None
-            if before_last is not None and step._micro.is_last:
-                before_last()
+            if before_forward is not None:
+                before_forward(step._micro.is_last)
             loss, count = step._loss_and_count(self._loss_fn(batch), step._micro)
             step.backward(loss, count=count, reduction=self._given)
 
