@@ -294,7 +294,7 @@ def _flip_one(job: Any, case: dict[str, Any]) -> str:
     except RankDisagreement as error:
         gc.collect()
         job.check_loop_exit()
-        return f"{error.ranks}, {error.step >= 2 * EVERY - 1}"
+        return f"{error.ranks}, {error.step <= 2 * EVERY}"
     return digest([paceline.unwrap(model).state_dict(), optimizer.state_dict()])
 
 
