@@ -23,12 +23,14 @@ class CSV:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path).absolute()  # the program may change its folder
         self._names: list[str] | None = None
+        self._last = 0
 
     def log(self, step: int, values: Values) -> None:
         """Append a row."""
         row: dict[str, Any] = {"step": step, **values}
-        if self._names is None:
+        if self._names is None or step <= self._last:  # after `Training.rollback`
             self._start(step)
+        self._last = step
         assert self._names is not None
         new = [name for name in row if name not in self._names]
         if new:

@@ -36,7 +36,7 @@ class Logger(Protocol):
     """
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step. Steps come in increasing order.
+        """Write the values of one step. Steps come in increasing order; `Training.rollback` goes back.
 
         Args:
             values: By name: `epoch` (from 0), `time_s` since the start, and what was logged.

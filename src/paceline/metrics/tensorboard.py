@@ -23,9 +23,14 @@ class TensorBoard:
         require("tensorboard", extra="tensorboard")
         self._folder = str(Path(folder).absolute())
         self._writer: Any = None
+        self._last = 0
 
     def log(self, step: int, values: Values) -> None:
         """Write the values of a step."""
+        if step <= self._last:  # after `Training.rollback`
+            self.close()
+            self._writer = None
+        self._last = step
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

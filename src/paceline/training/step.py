@@ -46,6 +46,9 @@ from paceline.training.precision import Precision
 from paceline.training.recheck import Recheck
 from paceline.training.weight import Reduction
 
+# fp16 leaves out about 16 at most, while the loss scale falls from 65536 to 1.
+_MOST_SKIPPED = 100
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepContext:
@@ -63,6 +66,7 @@ class StepContext:
         auto: With `micro_batch="auto"`: repeats steps that run out of memory.
         recheck: With `recheck_every`: computes steps again.
         num_skipped: Steps that were left out for that since this training was made.
+        num_skipped_in_row: How many of them came without another step since.
     """
 
     job: Job
@@ -80,6 +84,7 @@ class StepContext:
     auto: AutoMicroBatch | None = None
     recheck: Recheck | None = None
     num_skipped: int = 0
+    num_skipped_in_row: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, torch.dtype, torch.device] | None = None
 
@@ -461,7 +466,8 @@ class Step:
             ConfigError: `clip_norm` is not more than 0.
             StepError: a micro-batch was left out or had no backward, or the step was updated already.
             NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
-                CPU only, when clipping, without a loss scale, and if `on_non_finite` is "raise".
+                CPU only, when clipping, without a loss scale, and if `on_non_finite` is "raise". With "skip":
+                100 steps in a row were left out.
 
         Collective: all ranks, once for all optimizers or once for each.
         """
@@ -481,7 +487,9 @@ class Step:
         self.is_updating = False
         self._num_not_updated -= len(records)
         if self.is_done:
-            if not all(each.was_stepped for each in self._records):
+            if all(each.was_stepped for each in self._records):
+                context.num_skipped_in_row = 0
+            else:
                 self._report_skipped()
             context.precision.end_step()
             for each in self._records:
@@ -544,6 +552,7 @@ class Step:
     def _report_skipped(self) -> None:
         context = self._context
         context.num_skipped += 1
+        context.num_skipped_in_row += 1
         if context.job.rank == 0:
             left_out = [n for n, each in enumerate(self._records) if not each.was_stepped]
             all_of_it = len(left_out) == len(self._records)
@@ -553,6 +562,20 @@ class Step:
                 "" if all_of_it else f" by optimizer {listed(list(map(str, left_out)))}",
                 context.num_skipped,
             )
+        if context.num_skipped_in_row < _MOST_SKIPPED or context.job.is_dry_run:
+            return
+        samples = context.control.gather_bad_samples(self._micro_losses)
+        raise NonFinite(
+            f"{_MOST_SKIPPED} steps in a row were left out: their gradients held NaN or infinity.",
+            where=name_samples(samples),
+            why="a few bad samples do not come in each step, so it is the weights, the learning rate or all "
+            "samples.",
+            fix="start again from a checkpoint, with a lower learning rate; or training.rollback().",
+            quantity="gradient",
+            step=self.number,
+            ranks=list(samples),
+            samples=samples,
+        )
 
     def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +26,7 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
-from paceline.errors import ConfigError, StepError
+from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
@@ -73,9 +73,9 @@ class Training:
         precision: "fp32", or "bf16" or "fp16" autocast.
         on_non_finite: What happens in a step whose gradient is NaN or infinite, decided alike on all ranks.
             "skip" leaves its update out: parameters, optimizer and schedule stay as they are, as with torch's
-            `GradScaler`. "raise" raises NonFinite on all ranks; in fp16 only if the loss is NaN or infinite,
-            because scaled gradients may overflow there. None is "skip" for fp16, else "raise". See
-            [precision](../howto/precision.md) for what that costs.
+            `GradScaler`; 100 such steps in a row are an error. "raise" raises NonFinite on all ranks; in fp16
+            only if the loss is NaN or infinite, because scaled gradients may overflow there. None is "skip"
+            for fp16, else "raise". See [precision](../howto/precision.md) for what that costs.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
         reproducible: Whether weights, optimizer state and logged losses are bit for bit equal on any
@@ -175,6 +175,8 @@ class Training:
         self._step: Step | None = None  # in which the loop is
         self._left: tuple[LeftLoop, Step] | None = None  # in which it was left early
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
+        self._loop_token = object()  # of the newest loop
+        self._rollback: str | None = None  # `data` of a call of `rollback` in the step in progress
         self._report = Report(job)
         self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
         if recheck_every is not None and not job.is_dry_run:
@@ -292,23 +294,26 @@ class Training:
         require_integers(1, or_none=True, epochs=epochs, until=until)
         self.job.check_loop_exit()
         self.resume()
+        if self._rollback is not None:  # an exception has left the loop, and kept it
+            self._load_newest_again()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
             log.logger.info(text, self.number, self.position.epoch)
             return
         self._begin(epochs, until)
-        agreed = self._control.agreed
+        self._loop_token = token = object()
         notice.watch(self, saves_after_failure=self._may_save_alone)
         clock.start(_new_event(self.job.device))
         hooks = [o.register_step_pre_hook(self._refuse_own_step) for o in self.optimizers]
         try:
-            yield from self._loop(epochs, math.inf if until is None else until)
+            yield from self._loop(epochs, until)
             self._finish()
-            preempted = Preempted(notice.take(), self.number) if agreed.preempt else None
+            is_preempted = self._control.agreed.preempt
+            preempted = Preempted(notice.take(), self.number) if is_preempted else None
         finally:
             for hook in hooks:
                 hook.remove()
-            if agreed is self._control.agreed:  # else a newer loop has begun, and uses them
+            if token is self._loop_token:  # else a newer loop has begun, and uses them
                 clock.stop()
                 notice.unwatch(self)
                 self._context.leave_step()
@@ -416,10 +421,7 @@ class Training:
         Collective: all ranks, inside the loop, in the same step.
         """
         if self.checkpoints is None:
-            raise ConfigError(
-                "this training has no checkpoints.",
-                fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
-            )
+            raise self._no_checkpoints()
         step = self._step
         if step is None:
             raise StepError(
@@ -433,6 +435,12 @@ class Training:
             self._await_all("save")
         agreed.save = True
         agreed.best |= best
+
+    def _no_checkpoints(self) -> ConfigError:
+        return ConfigError(
+            "this training has no checkpoints.",
+            fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
+        )
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
@@ -470,7 +478,16 @@ class Training:
 
     # The loop.
 
-    def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
+    def _loop(self, epochs: int | None, until: int | None) -> Iterator[Step]:
+        while (yield from self._run_steps(epochs, math.inf if until is None else until)):
+            self._load_newest_again()
+            if self._control.agreed.stop:
+                return
+            self._report.end("rolled back")
+            self._begin(epochs, until)
+
+    def _run_steps(self, epochs: int | None, last: float) -> Generator[Step, None, bool]:
+        """Run the loop to its end, or until a step is rolled back: then return True."""
         context, control = self._context, self._control
         for planned in self.batches.iterate(
             self.position,
@@ -494,11 +511,14 @@ class Training:
                 if step.is_done:  # the weights are those of this step, so the next one follows it
                     self.number, self._last = step.number, planned
                 raise
+            if self._rollback is not None:
+                return True
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
             is_last = step.number >= last or control.agreed.stop or ends_all
             self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
             if is_last or control.agreed.stop:
                 break
+        return False
 
     def _advance(self, step: Step, part: int) -> None:
         """Note for other ranks how far this rank is."""
@@ -686,12 +706,7 @@ class Training:
         if self.checkpoints is None or self.job.is_dry_run:
             self._is_resumed = True
             return
-        saved: dict[str, Any] | None = self.checkpoints.resume(
-            self.job,
-            like=self._state.templates(),
-            wants=self._context.strategy.wants,
-            size_bytes=self._state.size_bytes(),
-        )
+        saved = self._read_newest(self.checkpoints)
         if saved is None:
             self._is_resumed = True
             return
@@ -703,6 +718,75 @@ class Training:
                 "a scheduler was not restored and starts from its beginning, because the training does not "
                 "know it. Use Training(..., schedule=scheduler), or training.keep(scheduler=scheduler)."
             )
+
+    def _read_newest(self, checkpoints: Checkpoints) -> dict[str, Any] | None:
+        saved: dict[str, Any] | None = checkpoints.resume(
+            self.job,
+            like=self._state.templates(),
+            wants=self._context.strategy.wants,
+            size_bytes=self._state.size_bytes(),
+        )
+        return saved
+
+    def rollback(self, *, data: Literal["keep", "skip"] = "keep") -> None:
+        """Go back to the newest checkpoint, without a restart: weights, optimizers, schedules, kept objects.
+
+        In the loop it takes effect when the body ends, and the step in progress is dropped, with or without
+        `update`. The next step follows that of the checkpoint. Later lines of metrics.jsonl are removed.
+
+        After NonFinite, or another error that all ranks have raised, call it outside the loop, and begin the
+        loop again.
+
+        Args:
+            data: "keep" goes back in the data too. The same steps follow, with equal results unless the
+                program changes something, such as the learning rate. "skip" goes on with the samples after
+                the step in progress; those since the checkpoint are used up. A restart before the next save
+                goes back in the data too.
+
+        Raises:
+            ConfigError: the training has no checkpoints; `data` is out of range.
+            CheckpointError: nothing was saved yet, or no checkpoint is whole.
+
+        Collective: all ranks, in the same step.
+        """
+        if data not in ("keep", "skip"):
+            raise ConfigError(f'data must be "keep" or "skip", got {data!r}.')
+        if self.checkpoints is None:
+            raise self._no_checkpoints()
+        self.job.check_loop_exit()
+        self._await_all("rollback")
+        self._rollback = data
+        if self._step is None:
+            self._load_newest_again()
+
+    def _load_newest_again(self) -> None:
+        checkpoints, data = self.checkpoints, self._rollback
+        assert checkpoints is not None
+        step = self._step or (self._left[1] if self._left is not None else None)
+        number, position = self.number, self.position
+        if step is not None and step.number > number:
+            number, position = step.number, step._planned.next_position
+        self._rollback = self._step = self._left = None
+        self._context.leave_step()
+        checkpoints.finish(self.job)
+        saved = self._read_newest(checkpoints)
+        if saved is None:
+            raise CheckpointError(
+                f"there is no checkpoint to go back to in {checkpoints.folder}.",
+                where=self.job.where(),
+                fix="save earlier: Checkpoints(folder, every_steps=...), or training.save().",
+                path=str(checkpoints.folder),
+            )
+        self._load(saved)
+        if data == "skip":
+            self._start = position
+        self._context.num_skipped_in_row = 0
+        log.logger.info(
+            "rolled back from step %d to step %d; the samples in between are %s.",
+            number,
+            self.number,
+            "used again" if data == "keep" else "left out",
+        )
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"
