@@ -71,6 +71,37 @@ def test_an_extra_call_of_one_rank_is_named(
         assert f": {name} at train.py:{line}, or" in said, said
 
 
+PIPELINE = """
+import queue
+import torch, paceline
+from torch import nn
+job = paceline.join(mesh=paceline.Mesh(pp=2), device="cpu", timeout_s=600)
+class Stuck(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Stuck.calls += 1
+        if Stuck.calls > 6:
+            queue.Queue().get()  # STUCK
+        return super().forward(x)
+model = paceline.pipeline(job, nn.Sequential(nn.Linear(4, 4), Stuck(4, 1)))
+batches = paceline.Batches(job, torch.ones(8, 4), global_batch=8, micro_batch=2)
+training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+for step in training.steps(until=9):
+    step.run(lambda x: model(x).mean())  # WAITS
+    step.update()
+"""
+
+
+@pytest.mark.ci
+def test_a_hang_in_a_pipeline_names_the_stages(tmp_path: Path) -> None:
+    said = verdict(PIPELINE, tmp_path, 2)
+    lines = PIPELINE.splitlines()
+    stuck, waits = (next(i for i, x in enumerate(lines, 1) if w in x) for w in ("STUCK", "WAITS"))
+    first = r"rank 0 \(host .*, stage 0\) has waited \d+ s in step.run at train.py:"
+    assert re.search(f"{first}{waits}", said), said
+    assert re.search(rf"rank 1 \(host .*, stage 1\): .*train.py:{stuck}", said), said
+
+
 HEALTHY = """
 import os, socketserver, threading, time
 import torch, torch.distributed as dist

@@ -190,26 +190,14 @@ def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
 
 
 def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
-    owners: dict[int, tuple[str, int]] = {}
-    for stage, units in enumerate(stages):
-        for unit in units:
-            layer = module.get_submodule(unit)
-            for path, inner in layer.named_modules(prefix=unit, remove_duplicate=False):
-                first, other = owners.setdefault(id(inner), (path, stage))
-                if other != stage and inner.state_dict():
-                    raise ConfigError(
-                        f"{first} and {path} are one module, but belong to stages {other} and {stage}.",
-                        why="each stage is on another rank.",
-                        fix="split so that one stage has both, or use two modules.",
-                    )
     stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
     for first, *others in tied_parameters(module):
         for name in others:
             stage, other = (stage_of[enclosing(each, stage_of)] for each in (first, name))
             if stage != other:
                 raise ConfigError(
-                    f"{first} and {name} are one parameter (tied weights), but belong to stages "
-                    f"{stage} and {other}.",
+                    f"{first} and {name} are one parameter (tied weights, or one module under two names), "
+                    f"but belong to stages {stage} and {other}.",
                     why="each stage is on another rank and would train its own copy.",
                     fix="untie them, or split so that one stage has both.",
                     parameters=[first, name],

@@ -27,6 +27,7 @@ _WAITS = (
     "torch/distributed/rendezvous.py",
     "torch/distributed/elastic/utils/store.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_",
+    "torch/distributed/pipelining/schedules.py",
     "paceline/job/collectives.py",
     "paceline/job/exchange.py",
     "paceline/job/job.py",
