@@ -234,6 +234,50 @@ def test_what_a_forward_draws_before_its_layers_is_equal_in_all_stages() -> None
     _assert_as_one_process(_random_masks, [None])
 
 
+class Dropping(nn.Module):
+    """Two layers that return their input at first, with dropout after each."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        for layer in (self.first, self.last):
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.last):
+            drop = lambda x, layer=layer: F.dropout(layer(x))  # noqa: E731
+            x = checkpoint(drop, x, use_reentrant=False) if self.checkpointed else drop(x)
+        return x
+
+
+def _dropped(job: Any, cases: list[tuple[str, bool]]) -> tuple[list[Trained], list[float]]:
+    found, kept = [], []
+    for schedule, checkpointed in cases:
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            kept.append(float((out != 0).double().mean()))
+            return out.square().mean(1).sum()
+
+        model = _wrap(job, Dropping(checkpointed).double(), schedule=schedule, split="last")
+        training = make_training(job, model, torch.ones(32, 64).double(), micro_batch=1)
+        found.append(train(training, loss, until=2))
+    return found, kept[:4]
+
+
+def test_stages_draw_dropout_masks_of_their_own_and_a_checkpoint_draws_them_again() -> None:
+    cases = [("1f1b", False), ("1f1b", True), ("gpipe", False)]
+    results = run_ranks(_dropped, cases, nproc=2, mesh=Mesh(pp=2))
+    for (want, *others), _ in results:
+        for got in others:
+            assert_close(got, want, 1e-12)
+    (_, none), (_, kept) = results
+    assert none == []  # the first stage computes no loss
+    assert sum(kept) / len(kept) == pytest.approx(0.25, abs=0.1)  # 0.5 if both masks were equal
+
+
 def _read_own(job: Any, folder: str) -> tuple[set[str], set[str]]:
     """The tensors that a resume reads, and the names of this rank's parameters."""
     read: list[str] = []

@@ -181,14 +181,14 @@ class PipelineStrategy(FSDPStrategy):
         # A path is "models.0.NAME" or "optimizers.N.state.0.NAME.KEY", where NAME is that of a parameter.
         kind, _, rest = path.partition(".")
         _, _, name = rest.partition(".")
-        others = self._runner.names_on_other_stages()
+        others = self._runner.elsewhere
         if kind == "models":
             return name not in others
         name = name.removeprefix("state.0.").rpartition(".")[0]
         return kind != "optimizers" or name not in others
 
     def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
-        others = self._runner.names_on_other_stages()
+        others = self._runner.elsewhere
         optimizers = [
             {
                 **each,

@@ -80,6 +80,7 @@ class StageRunner:
         group: The ranks that hold the stages of one replica.
         cut: The stages of this rank.
         owners: The parameters and buffers of the whole model by name.
+        elsewhere: The names of those that only other ranks hold.
         set_padding: Called before each forward with whether it is that of a padding micro-batch.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
@@ -94,6 +95,8 @@ class StageRunner:
             name: Owned(value.shape, value.dtype, rank_of.get(enclosing(name, rank_of)))
             for name, value in module.state_dict().items()
         }
+        here = (None, self._rank)
+        self.elsewhere = {name for name, owned in self.owners.items() if owned.rank not in here}
         own_stages = list(range(self._rank, len(stages), self._size))
         self.cut = Cut(job, module, stages, own_stages)
         self._has_last = self.cut.last_stage in own_stages
@@ -368,15 +371,11 @@ class StageRunner:
 
     # State.
 
-    def names_on_other_stages(self) -> set[str]:
-        """The names of parameters and buffers that only other ranks hold."""
-        return {name for name, owned in self.owners.items() if owned.rank not in (None, self._rank)}
-
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The state of the whole model, one tensor after the other. All ranks iterate over it."""
         own = self._module.state_dict()
         for name, (shape, dtype, rank) in self.owners.items():
-            if rank in (None, self._rank):
+            if name not in self.elsewhere:
                 # Other ranks allocate the dtype at the cut; the user may have changed it since.
                 value = whole(own[name].detach()).to(dtype).contiguous()
             else:
