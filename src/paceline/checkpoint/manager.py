@@ -98,6 +98,7 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
         self._ownership: Ownership | None = None  # of the folder, on rank 0
+        self._owner_token = ""  # of rank 0's ownership
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
         self._is_behind = False  # whether a save was left out since the last one began
@@ -234,12 +235,15 @@ class Checkpoints:
             raise self._unchangeable(error) from error
         return max(committed(self._store), default=-1), secrets.token_hex(4)
 
-    def _take_folder(self, *, is_restart: bool = False) -> None:
+    def _take_folder(self, *, is_restart: bool = False) -> Ownership:
         """Own the folder, and remove what jobs have left there that were killed in a save."""
         if self._ownership is None:
-            self._ownership, is_new = take(self._store, is_restart=is_restart)
+            self._ownership, is_new = take(
+                self._store, is_restart=is_restart, heir_of=self._owner_token
+            )
             if is_new:
                 sweep(self._store)
+        return self._ownership
 
     def poll(self, job: Job) -> bool:
         """Handle a save that has ended. Returns True if `finish` will raise its error.
@@ -303,6 +307,7 @@ class Checkpoints:
         if (save := self._in_flight) is not None:
             self._in_flight = None
             save.cancel()
+        self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest = None  # to own the folder, if another rank did
         self._planner = Planner()  # this rank writes the shares of the others too
         self.save(job.alone(), step, state, finite=finite)
@@ -333,7 +338,7 @@ class Checkpoints:
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._newest = None
-        collectives.on_rank0(job, lambda: self._prepare(job.restarts))
+        self._owner_token = collectives.on_rank0(job, lambda: self._prepare(job.restarts))
         damaged: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
@@ -420,9 +425,10 @@ class Checkpoints:
         except OSError as error:
             log.logger.warning("step-%d cannot be renamed: %s", step, error)
 
-    def _prepare(self, restarts: int) -> None:
+    def _prepare(self, restarts: int) -> str:
+        """Own the folder, and return the token of the owner. Called on rank 0."""
         try:
-            self._take_folder(is_restart=restarts > 0)
+            return self._take_folder(is_restart=restarts > 0).token
         except OSError as error:
             raise self._unchangeable(error) from error
 
