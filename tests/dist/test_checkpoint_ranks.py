@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import record_log
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -30,6 +31,7 @@ from paceline.errors import (
     SaveFailed,
     StepError,
 )
+from paceline.job.preemption import GRACE_VARIABLE
 from paceline.machine import format_bytes
 from paceline.testing import run_failing_ranks, run_ranks
 from paceline.training import state
@@ -468,3 +470,17 @@ def _remote(job: Any, folder: str, until: int) -> list[int]:
     numbers: list[int] = []
     _train(_training(job, folder, every_steps=1), lambda s: numbers.append(s.number), until=until)
     return numbers
+
+
+def test_a_save_that_takes_longer_than_a_preemption_leaves_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = record_log()
+    with paceline.join() as job:
+        checkpoints = paceline.Checkpoints(tmp_path)
+        monkeypatch.setenv(GRACE_VARIABLE, "30")
+        checkpoints.save(job, 1, {})
+        assert not texts
+        monkeypatch.setenv(GRACE_VARIABLE, "0")
+        checkpoints.save(job, 2, {})
+    assert "a preemption leaves 0 s for it" in texts[0]

@@ -136,6 +136,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str)
     # The second run resumes and reaches the end.
     done = run(RANKS, SCRIPT, tmp_path)
     assert f"resumed after step {step} " in done.err
+    assert re.search(r"its save took [\d.]+ s, and a preemption leaves 30 s", done.err)
     assert weights(done) == undisturbed
     assert all(not alive(pid) for pid in pids(tmp_path).values())
 
@@ -180,6 +181,45 @@ def test_every_process_of_the_ranks_is_signalled(tmp_path: Path, undisturbed: st
     process.send_signal(signal.SIGTERM)  # forwarded to ranks that have received it already
     check_preempted(tmp_path, finish(process))
     assert weights(run(RANKS, SCRIPT, tmp_path, WORKERS="2")) == undisturbed
+
+
+SLOW_LOGGER = """
+import os, time, torch, paceline
+from torch.utils.data import TensorDataset
+
+class Slow:
+    def log(self, step, values): pass
+    def close(self): time.sleep(60)
+
+with paceline.join(device="cpu") as job:
+    model = paceline.ddp(job, torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, TensorDataset(torch.zeros(8, 2)), global_batch=4)
+    checkpoints = paceline.Checkpoints("kept")
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    training.report(loggers=[Slow()])
+    for step in training.steps():
+        step.run(lambda batch: model(batch[0]).mean())
+        step.update()
+        training.log(loss=step.loss)
+        if step.number == 3:
+            open("began", "w").close()
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.ci
+def test_a_slow_logger_does_not_use_up_the_time_to_exit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_LOGGER)
+    words = ["run", "--nproc-per-node=2", "--shutdown-timeout=8", "train.py"]
+    process = start(words, tmp_path)
+    wait_until((tmp_path / "began").exists, process)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 75, done
+    assert "SIGKILL" not in done.err
+    assert re.search(r"Slow did not take the last metrics within \d s", done.err)
+    assert list((tmp_path / "kept").glob("step-*"))
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.job import Job
+from paceline.job.preemption import grace_s
 from paceline.machine import format_bytes
 
 Resume = Literal["auto", "must"]
@@ -60,6 +61,7 @@ class Checkpoints:
     Attributes:
         folder: As given.
         last_saved: The step that was last saved or loaded; 0 if none.
+        save_s: How long that save took, in seconds; 0 if that is not known.
 
     Raises:
         ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`;
@@ -87,6 +89,7 @@ class Checkpoints:
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
         self.last_saved = 0
+        self.save_s = 0.0
         self._store = open_store(folder)
         self._every_steps = every_steps
         self._every_epochs = every_epochs
@@ -271,6 +274,14 @@ class Checkpoints:
             return
         if outcome.kind == "saved":
             self.last_saved = self._newest = save.step
+            self.save_s = save.took_s
+            grace = grace_s()
+            if job.rank == 0 and grace is not None and self.save_s > grace:
+                log.once(
+                    f"a save took {self.save_s:.0f} s, and a preemption leaves {grace:g} s for it: the job "
+                    "would be killed before. Use a longer --shutdown-timeout, and the same in the "
+                    "scheduler."
+                )
             return
         error = self._error(job, save, outcome)
         if required or not isinstance(error, SaveFailed):
@@ -352,12 +363,12 @@ class Checkpoints:
             fix = f"put {self.folder} on storage that all hosts share."
             has = step in committed(self._store)
             collectives.agree(job, "checkpoint to resume", has, where=where, fix=fix)
-            state, generators, why = self._read(job, step, like, wants)
+            state, generators, save_s, why = self._read(job, step, like, wants)
             damage = {rank: w for rank, w in enumerate(collectives.gather(job, why)) if w}
             if not damage:
                 if generators is not None:  # None if fewer ranks have saved it
                     rng.restore(job.device, generators)
-                self.last_saved = step
+                self.last_saved, self.save_s = step, save_s
                 self._last_begun = time.monotonic()
                 return state
             damaged.append(step)
@@ -369,8 +380,8 @@ class Checkpoints:
         step: int,
         like: Callable[[str], torch.Tensor | None],
         wants: Callable[[str], bool],
-    ) -> tuple[Any, torch.Tensor | None, str]:
-        """The state, this rank's random generators, and how the checkpoint is damaged, or ""."""
+    ) -> tuple[Any, torch.Tensor | None, float, str]:
+        """The state, this rank's random generators, the time of the save, and how it is damaged, or ""."""
         own = f"{RNG}{job.rank}"
 
         def is_read(path: str) -> bool:
@@ -380,12 +391,12 @@ class Checkpoints:
             manifest = read_manifest(self._store, step)
             state, tensors = read(self._store, manifest, like, is_read)
         except Damaged as error:
-            return None, None, str(error)
+            return None, None, 0.0, str(error)
         except OSError as error:
             raise CheckpointError(
                 f"step {step} in {self.folder} cannot be read: {error}", path=str(self.folder)
             ) from error
-        return state, tensors.get(own), ""
+        return state, tensors.get(own), manifest.save_s, ""
 
     def _newest_except(self, damaged: list[int]) -> int | None:
         left = [step for step in committed(self._store) if step not in damaged]

@@ -149,6 +149,7 @@ class Save:
 
     Attributes:
         outcome: None while it is in flight, and if it was cancelled.
+        took_s: How long it took, when it has ended.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Save:
         self._staging = staging
         self.outcome: SaveOutcome | None = None
         self._began = time.monotonic()
+        self.took_s = 0.0
         self._rank, self._world_size = job.rank, job.world_size
         self._store = store
         self._scratch = store.scratch(f"step-{content.step}", content.attempt)
@@ -212,6 +214,8 @@ class Save:
             self.outcome = SaveOutcome(kind="other", text=f"the job's store is gone: {error}")
         except Exception as error:  # None would mean "cancelled"
             self.outcome = _failed(error)
+        finally:
+            self.took_s = time.monotonic() - self._began
 
     def _write_own(self) -> dict[str, Any]:
         """This rank's acknowledgement: its digests, or why there are none."""
@@ -337,6 +341,7 @@ class Save:
             best=self._content.best,
             world_size=self._world_size,
             saved_at=time.time(),
+            save_s=round(time.monotonic() - self._began, 3),
             versions={
                 "paceline": paceline.__version__,
                 "torch": torch.__version__,

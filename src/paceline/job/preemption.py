@@ -7,6 +7,7 @@ once; so does the launcher if a peer failed.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,12 @@ from typing import Any
 from paceline.exit_codes import ExitCode
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+# The seconds between SIGTERM and SIGKILL. A launcher sets it for its ranks.
+GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+# Of the grace, for the exit of the processes, which takes seconds on a busy host.
+_EXIT_S = 5.0
 
 # Signals within this time count as one. A scheduler that signals every process of a job reaches a rank twice:
 # directly and through the launcher. It may reach the launcher twice too, as a shell that ends may.
@@ -41,6 +48,12 @@ class Preempted(SystemExit):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.signal_name, self.step))
+
+
+def grace_s() -> float | None:
+    """The seconds between SIGTERM and SIGKILL; None if no launcher has told."""
+    text = os.environ.get(GRACE_VARIABLE)
+    return None if text is None else float(text)
 
 
 class Notice:
@@ -94,6 +107,13 @@ class Notice:
         name, self.received = self.received, ""
         self._is_taken = True
         return name or "a signal to another rank"
+
+    def left_s(self) -> float:
+        """Seconds until the process must exit; infinity without a signal, or if that is not known."""
+        grace = grace_s()
+        if self._came_at is None or grace is None:
+            return math.inf
+        return max(0.0, self._came_at + grace - _EXIT_S - time.monotonic())
 
     def deliver(self) -> None:
         """Raise the recorded signal, if any: no training is left that could handle it."""

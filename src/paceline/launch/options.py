@@ -26,12 +26,12 @@ from paceline.command_line import CommandParser
 from paceline.errors import ConfigError, count_of
 from paceline.exit_codes import ExitCode
 from paceline.job import slurm
+from paceline.job.preemption import GRACE_VARIABLE
 from paceline.launch.local_ranks import WORKER, has_probe
 from paceline.launch.signals import DEFAULT_SIGNALS, parse_signals
 
 _GRACE_S = 5.0
 _SAVE_GRACE_S = 30.0
-_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _STATIC_PORT = 29500
 _C10D_PORT = 29400
 _LOOPBACK = "127.0.0.1"
@@ -106,7 +106,7 @@ _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
             int,
             None,
             "seconds that ranks may take to end after SIGTERM before they are killed (default: "
-            f"{_GRACE_S:.0f} after a failure, else {_SHUTDOWN_VARIABLE} or {_SAVE_GRACE_S:.0f})",
+            f"{_GRACE_S:.0f} after a failure, else {GRACE_VARIABLE} or {_SAVE_GRACE_S:.0f})",
         ),
         ("--signals-to-handle", str, DEFAULT_SIGNALS, "signals that end the job"),
         ("--monitor-interval", str, "", "of torchrun; no effect: the launcher reacts at once"),
@@ -240,7 +240,7 @@ class LaunchOptions:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
         if self.args.shutdown_timeout is not None:
             return float(self.args.shutdown_timeout)
-        longest_s = float(os.environ.get(_SHUTDOWN_VARIABLE, _SAVE_GRACE_S))
+        longest_s = float(os.environ.get(GRACE_VARIABLE, _SAVE_GRACE_S))
         # After a failure nothing is saved, and a rank that hangs must not delay the restart.
         return longest_s if may_save else min(longest_s, _GRACE_S)
 
@@ -630,7 +630,7 @@ def _check(args: Namespace) -> int:
         raise ConfigError(f"--signals-to-handle: {error}.") from error
     for name, timeout in (
         ("--shutdown-timeout", args.shutdown_timeout),
-        (_SHUTDOWN_VARIABLE, os.environ.get(_SHUTDOWN_VARIABLE)),
+        (GRACE_VARIABLE, os.environ.get(GRACE_VARIABLE)),
     ):
         if timeout is not None and not str(timeout).isdecimal():
             raise ConfigError(

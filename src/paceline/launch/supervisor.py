@@ -310,11 +310,12 @@ class Supervisor:
     def _spec(self, local_rank: int, variables: dict[str, str]) -> RankSpec:
         filtered = self._options.shown_local_ranks
         shown = filtered is None or local_rank in filtered
+        grace = {preemption.GRACE_VARIABLE: f"{self._options.grace_s(may_save=True):.0f}"}
         return RankSpec(
             local_rank=local_rank,
             rank=self._round.first_rank + local_rank,
             command=self._options.command_of(local_rank),
-            environment=environment_of_ranks(self._threads) | variables,
+            environment=environment_of_ranks(self._threads) | grace | variables,
             is_python=self._options.is_python,
             prefix=self._prefix(local_rank),
             # Progress bars need a terminal, and only one rank may draw them.

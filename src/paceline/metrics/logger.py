@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from paceline import log
 from paceline.errors import ConfigError
+from paceline.job.preemption import notice
 
 Values = Mapping[str, float | int]
 
@@ -63,6 +64,7 @@ class BackgroundLogger:
         self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._has_dropped = False
         self._has_timed_out = False  # the job has ended without the logger, and said so
+        self._close_s = _CLOSE_S  # less after a preemption signal, whose grace is for the save too
         self._deadline: float | None = None  # of `close`, since `end`
         self._thread = threading.Thread(target=self._run, name=f"{self._name} log", daemon=True)
         self._thread.start()
@@ -96,7 +98,8 @@ class BackgroundLogger:
         """
         if self._deadline is not None:
             return
-        self._deadline = time.monotonic() + _CLOSE_S
+        self._close_s = min(_CLOSE_S, notice.left_s())
+        self._deadline = time.monotonic() + self._close_s
         if failed and hasattr(self._logger, "fail"):
             self._calls.put(("fail",))
         self._calls.put(None)
@@ -112,7 +115,7 @@ class BackgroundLogger:
             log.logger.warning(
                 "%s did not take the last metrics within %.0f s, so it may lack some. metrics.jsonl has all "
                 "of them, if `report` got a folder.",
-                *(self._name, _CLOSE_S),
+                *(self._name, self._close_s),
             )
 
     def _run(self) -> None:

@@ -31,7 +31,7 @@ from paceline.job import collectives, current_step
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
 from paceline.job.job import Job, LeftLoop
-from paceline.job.preemption import Preempted, notice
+from paceline.job.preemption import Preempted, grace_s, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
@@ -712,7 +712,10 @@ class Training:
             return
         has_unknown = self._state.has_unknown_schedule()  # loading hides it
         self._load(saved)
-        log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+        log.logger.info(
+            "resumed after step %d (epoch %d)%s.",
+            *(self.number, self.position.epoch, _budget(self.checkpoints.save_s)),
+        )
         if has_unknown:
             log.logger.warning(
                 "a scheduler was not restored and starts from its beginning, because the training does not "
@@ -861,6 +864,14 @@ class Training:
         self._finish()
         preempted.step = self.number
         self._log_preempted(preempted)
+
+
+def _budget(save_s: float) -> str:
+    """How long the last save took, and the time that a preemption leaves for one; "" if not known."""
+    grace = grace_s()
+    if grace is None or not save_s:
+        return ""
+    return f"; its save took {save_s:.1f} s, and a preemption leaves {grace:g} s"
 
 
 def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
