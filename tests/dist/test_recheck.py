@@ -100,6 +100,45 @@ def test_the_result_is_that_of_a_training_without(nproc: int, options: dict[str,
     assert ranks == run_ranks(_train, options, nproc=nproc)
 
 
+def _other_loops(job: Any, kind: str) -> list[str]:
+    """Digests of the weights without `recheck_every`, and with it."""
+    found = []
+    for every in (None, 2):
+        model = paceline.ddp(job, _net(nn.LayerNorm))
+        first, *others = model.parameters()
+        optimizers = [torch.optim.Adam([first], lr=0.01), torch.optim.SGD(others, lr=0.01)]
+        options: dict[str, Any] = {"count": "tokens"} if kind == "tokens" else {}
+        if kind in ("fp16", "bf16"):
+            options = {"precision": kind}
+        batches = paceline.Batches(job, make_data(22), global_batch=5, micro_batch=1)
+        training = paceline.Training(
+            job, model, optimizers, batches, recheck_every=every, **options
+        )
+        for step in training.steps(until=7):
+            for x, y in step:
+                count = 3 if kind == "tokens" else None
+                for optimizer in optimizers if kind == "several" else [None]:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    if kind == "tokens":
+                        loss = loss * 1.0  # so that its weights are not seen
+                    step.backward(loss, count=count, optimizer=optimizer)
+                if kind == "accuracy":
+                    _ = (model(x).argmax(1) == y).float().mean()  # not under torch.no_grad()
+            step.update()
+        found.append(digest(paceline.unwrap(model).state_dict()))
+    return found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["several", "tokens", "fp16", "bf16", "accuracy"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_other_loops_are_computed_again(kind: str, nproc: int) -> None:
+    if kind == "several" and nproc > 1:
+        pytest.skip("DDP sums all gradients in one backward")
+    for without, rechecked in run_ranks(_other_loops, kind, nproc=nproc):
+        assert without == rechecked
+
+
 FAULTS = [
     # what flips, for how long, the ranks, and what is named
     ("output", True, 1),

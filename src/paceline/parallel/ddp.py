@@ -200,8 +200,6 @@ class DDPStrategy(Strategy):
         for micro in super().micro_batches(step):
             set_sync(self._wrappers, micro.is_last)
             yield micro
-        # A forward without a backward, for example to print an accuracy, would have the reducer expect a
-        # backward, and reduce in the first one of the next step.
         set_sync(self._wrappers, False)
 
     def backward(
@@ -223,6 +221,9 @@ class DDPStrategy(Strategy):
             self._numbers_checked[id(optimizer)] = numbers
         for wrapper in self._wrappers_of[id(optimizer)]:
             _refuse_unused(self._job, wrapper, self._optimizers)
+        # A further forward, for example to print an accuracy, or of a discriminator for the generator's loss,
+        # would have the reducer expect a backward, and reduce in the first one of the next step.
+        set_sync(self._wrappers_of[id(optimizer)], False)
 
     def leave_step(self) -> None:
         super().leave_step()
