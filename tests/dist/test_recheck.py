@@ -89,12 +89,14 @@ def _flip(tensor: Any, bit: int = 20) -> None:
     tensor.detach().view(-1).view(torch.int32)[3] ^= 1 << bit
 
 
+CI = pytest.mark.ci
+CI_1, CI_3 = pytest.param(1, marks=CI), pytest.param(3, marks=CI)
 # A rank has other numbers of micro-batches than others, or none.
 UNEVEN = {"samples": 22, "norm": nn.LayerNorm, "global_batch": 5}
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"reproducible": True}, UNEVEN])
+@pytest.mark.parametrize("nproc", [CI_1, 2, CI_3])
+@pytest.mark.parametrize("options", [{}, pytest.param({"reproducible": True}, marks=CI), UNEVEN])
 def test_the_result_is_that_of_a_training_without(nproc: int, options: dict[str, Any]) -> None:
     ranks = run_ranks(_train, options | {"recheck_every": 3}, nproc=nproc)
     assert ranks == run_ranks(_train, options, nproc=nproc)
@@ -142,10 +144,10 @@ def test_other_loops_are_computed_again(kind: str, nproc: int) -> None:
 FAULTS = [
     # what flips, for how long, the ranks, and what is named
     ("output", True, 1),
-    ("output", True, 2),
+    pytest.param("output", True, 2, marks=CI),
     ("output", False, 3),
-    ("weight", True, 3),
-    ("gradient", True, 3),
+    pytest.param("weight", True, 3, marks=CI),
+    pytest.param("gradient", True, 3, marks=CI),
 ]
 
 
@@ -162,6 +164,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(what: str, once: bool, nproc:
         assert error.parameter == "4.weight" if what != "output" else "4.bias"
 
 
+@CI
 def test_two_ranks_cannot_tell_which_one_is_always_wrong() -> None:
     fault = {"rank": 1, "step": 6, "what": "output", "once": False}
     for outcome in run_failing_ranks(_train, {"recheck_every": 3}, fault, nproc=2):
@@ -193,7 +196,7 @@ def _with_nan(job: Any, kind: str) -> tuple[list[str], tuple[str, str]]:
     return [text for text in texts if "again" in text], refused
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [1, CI_3])
 def test_nan_is_computed_again_once(nproc: int) -> None:
     for texts, (kind, text) in run_ranks(_with_nan, "hardware", nproc=nproc):
         assert kind == "RankDisagreement"
@@ -283,6 +286,7 @@ def _over_all_ranks(job: Any) -> list[str]:
     return [text for text in texts if "recheck_every" in text]
 
 
+@CI
 def test_a_loss_over_all_ranks_is_computed_again_by_its_rank_alone() -> None:
     for texts in run_ranks(_over_all_ranks, nproc=3):
         assert len(texts) == 1
@@ -299,6 +303,7 @@ def _with_workers(job: Any) -> None:
         step.update()
 
 
+@CI
 def test_loader_workers_read_samples_again() -> None:
     run_ranks(_with_workers, nproc=2)
 

@@ -15,6 +15,7 @@ import paceline
 from paceline.errors import NonFinite
 from paceline.testing import digest, run_ranks
 
+CI_1, CI_3 = (pytest.param(n, marks=pytest.mark.ci) for n in (1, 3))
 STEPS = 12
 SAVED, BAD = 6, 8  # the newest checkpoint, and the step that is rolled back
 
@@ -72,8 +73,8 @@ def _run(job: Any, folder: Path, how: str | None, when: str = "") -> Any:
     return losses, digest([state["models"], state["optimizers"], state["schedules"], counter.steps])
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("nproc", [CI_1, 2, CI_3])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.ci), "after"])
 def test_the_same_steps_follow(nproc: int, when: str, tmp_path: Path) -> None:
     losses, state = run_ranks(_run, tmp_path / "undisturbed", None, nproc=nproc)[0]
     again = losses[: BAD - (when == "before")] + losses[SAVED:]
@@ -115,7 +116,7 @@ def _after_nan(job: Any, folder: Path, how: Any) -> Any:
     return seen, training.position.epoch, training.position.offset
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [CI_1, 2])
 def test_after_nan_the_training_goes_on_without_its_samples(nproc: int, tmp_path: Path) -> None:
     kept = run_ranks(_after_nan, tmp_path / "keep", "keep", nproc=nproc)
     first = [(1, [0, 1, 2, 3]), (2, [4, 5, 6, 7]), (3, [8, 9, 10, 11])]
@@ -153,6 +154,7 @@ def _always_bad(job: Any, folder: Path) -> tuple[str, int]:
     raise AssertionError
 
 
+@pytest.mark.ci
 def test_a_hundred_steps_in_a_row_that_are_left_out_are_an_error(tmp_path: Path) -> None:
     for text, number in run_ranks(_always_bad, tmp_path, nproc=2):
         assert number == 102
