@@ -307,6 +307,16 @@ class Checkpoints:
                 log.logger.warning("%s", self._error(job, save, outcome))
         self._ownership = self._newest = None  # another job may save there now
 
+    def begin_again(self) -> None:
+        """The ranks have connected again: cancel the save in flight, and begin to save as in a new process.
+
+        Collective: all ranks.
+        """
+        save, self._in_flight = self._in_flight, None
+        if save is not None:
+            save.cancel()
+        self._newest, self._attempts, self._is_behind = None, 0, False
+
     def save_alone(self, job: Job, step: int, state: Any, *, finite: Collection[str]) -> None:
         """Save the state of a job that has failed by this rank alone; see `save`.
 

@@ -196,8 +196,8 @@ class Batches:
             self._loader = MapLoader(job, self._plan, samples, source.workers, source.worker_init)
         self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
-        # With "auto", what `iterate` was called with, and the steps that are left.
-        self._steps: Iterator[PlannedStep] = iter(())
+        # What `iterate` was called with, and the steps that are left.
+        self._steps: list[Iterator[PlannedStep]] = []  # one, which `begin_again` replaces
         self._epochs, self._equal = 0, False
 
     def __iter__(self) -> Iterator[Any]:
@@ -344,14 +344,13 @@ class Batches:
         if self._num_workers and position.epoch < epochs and self._unregister is None:
             self._unregister = self._job.on_leave(self.close)
         steps = self._loader.steps(position, epochs, equal)
-        if self.is_auto:
-            self._steps, self._epochs, self._equal = steps, epochs, equal
-            return self._newest_steps()
-        return steps if self._plan is not None else clock.each(DATA, steps)
+        if self._plan is None:
+            return clock.each(DATA, steps)
+        self._steps, self._epochs, self._equal = [steps], epochs, equal
+        return self._newest_steps(self._steps)
 
-    def _newest_steps(self) -> Iterator[PlannedStep]:
-        """The steps of `self._steps`, which `cut_again` replaces."""
-        while (step := next(self._steps, None)) is not None:
+    def _newest_steps(self, steps: list[Iterator[PlannedStep]]) -> Iterator[PlannedStep]:
+        while (step := next(steps[0], None)) is not None:
             yield step
 
     def cut_again(self, step: PlannedStep, micro_batch: int) -> PlannedStep:
@@ -363,8 +362,12 @@ class Batches:
         assert isinstance(self._loader, MapLoader)
         self.micro_batch = micro_batch
         self._loader.plan = self._plan = replace(self._plan, micro_batch=micro_batch)
-        self._steps = self._loader.steps(step.position, self._epochs, self._equal)
-        return next(self._steps)
+        return self.begin_again(step)
+
+    def begin_again(self, step: PlannedStep) -> PlannedStep:
+        """The same step of a map-style dataset once more, and those after it. Collective: none."""
+        self._steps[0] = self._loader.steps(step.position, self._epochs, self._equal)
+        return next(self._steps[0])
 
     def read_again(self, step: PlannedStep, rank: int, *, equal: bool) -> list[MicroBatch]:
         """The micro-batches of a data rank in a step, read by this rank; `equal` as for `iterate`.

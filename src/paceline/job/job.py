@@ -34,7 +34,7 @@ from paceline.errors import (
     rank_location,
     refuse_different_values,
 )
-from paceline.job import current_step, environment, failures, ray, rendezvous
+from paceline.job import current_step, environment, failures, ray, recovery, rendezvous
 from paceline.job.all_gather import AllGather
 from paceline.job.arguments import require_positive
 from paceline.job.current_step import OUTSIDE
@@ -92,6 +92,8 @@ class Job:
         failure: that error; None if there is none.
         preempted: the preemption that ends the job, if one does.
         left_loops: the training loops that this rank left early, until `check_loop_exit`.
+        generation: how often the ranks have connected again; see `reconnect`.
+        is_lone: whether this process replaces one that has failed, and has not connected to the others yet.
 
     Collective: as the methods say.
     """
@@ -128,6 +130,10 @@ class Job:
         self.failure: BaseException | None = None
         self.preempted: Preempted | None = None
         self.left_loops: list[LeftLoop] = []
+        self.generation = 0
+        self.is_lone = False
+        self._backend = ""
+        self._base_store: dist.Store | None = None  # of all generations
         self._leave_actions: dict[int, Callable[[], None]] = {}
         self._action_numbers = itertools.count()
         self._variables: list[str] = []
@@ -358,6 +364,46 @@ class Job:
             left.finish()
         notice.deliver()
 
+    def reconnect(self, cause: BaseException) -> None:
+        """Connect to the ranks that are left, and to those that replace the others; see `recovery`.
+
+        Args:
+            cause: Why the connections are broken.
+
+        Raises:
+            BaseException: `cause`, if the launcher has given up; the job can only be left then.
+
+        Collective: all ranks; a process that replaces another one calls it before its training begins.
+        """
+        assert self._base_store is not None
+        if not self.is_lone:
+            self._close_groups()
+            following = self.generation + 1
+            step = current_step.step
+            if not recovery.tell_launcher("waits", step=step, generation=following):
+                raise cause
+            recovery.await_announcement(following, cause)
+            self.generation = following
+        current_step.step = 0  # ranks whose calls name different steps would disagree
+        store = dist.PrefixStore(f"generation/{self.generation}", self._base_store)
+        recovery.await_ranks(store, self.rank, self.world_size, cause)
+        if self.is_lone:
+            self._close_groups()
+            self.is_lone = False
+        hook = sys.excepthook  # each call of init_process_group wraps it
+        self.store = store
+        _make_groups(self, self._backend, store)
+        sys.excepthook = hook
+        assert self.peers is not None
+        failures.install_excepthook(self.peers, hook)
+
+    def _close_groups(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
+        failures.abort_process_groups()
+        _keep_forever(self.control)
+        self.group = self.control = self.exchange = None
+
     def alone(self) -> Job:
         """This job as one of one rank, for work after a failure, which no other rank takes part in.
 
@@ -388,9 +434,8 @@ class Job:
         atexit.unregister(self._abort_at_exit)
         if self.exchange is not None:
             self.exchange.close()
-        if self.failed and self.control is not None:
-            # Never freed: a Gloo group that is freed waits for the peers of what is in flight.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.control))
+        if self.failed:
+            _keep_forever(self.control)
         self.group = self.control = self.store = self.exchange = self.peers = None
         self.device_mesh = self._data = None
         for name in self._variables:
@@ -482,6 +527,12 @@ def join(
     return job
 
 
+def _keep_forever(control: dist.ProcessGroup | None) -> None:
+    """Never free the control group: a Gloo group that is freed waits for the peers of what is in flight."""
+    if control is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(control))
+
+
 def current() -> Job | None:
     """The job that this process has joined and not left; None if there is none."""
     job = None if _current is None else _current()
@@ -499,16 +550,46 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
         job.store = dist.HashStore()
     else:
         job.store = rendezvous.connect_store(info, timeout_s=job.timeout_s, store=store)
-    # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
-    job.peers = Peers(dist.PrefixStore(failures.PREFIX, job.store), job.rank, job.world_size)
-    if not job.is_dry_run:
-        _refuse_wrong_ranks(job, job.store)
-    timeout = timedelta(seconds=job.timeout_s)
+    job._base_store, job._backend = job.store, backend
+    job.generation = recovery.first_generation(os.environ)
+    job.is_lone = job.generation > 0
     hook = sys.excepthook
+    if job.is_lone:
+        _make_lone_groups(job)
+    else:
+        # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
+        job.peers = _peers(job, job.store)
+        if not job.is_dry_run:
+            _refuse_wrong_ranks(job, job.store)
+        _make_groups(job, backend, job.store)
+    assert job.peers is not None
+    failures.install_excepthook(job.peers, hook)
+    atexit.register(job._abort_at_exit)
+
+
+def _peers(job: Job, store: dist.Store) -> Peers:
+    return Peers(dist.PrefixStore(failures.PREFIX, store), job.rank, job.world_size)
+
+
+def _make_lone_groups(job: Job) -> None:
+    """The groups of a process that replaces one that has failed, until its training begins."""
+    recovery.register()
+    job.peers = _peers(job, dist.HashStore())
+    dist.init_process_group(
+        recovery.NAME, store=dist.HashStore(), rank=job.rank, world_size=job.world_size
+    )
+    job.group = job.control = dist.group.WORLD
+    job.exchange = recovery.LoneExchange(job.world_size)
+
+
+def _make_groups(job: Job, backend: str, store: dist.Store) -> None:
+    """Connect to the other ranks through this store."""
+    job.peers = _peers(job, store)
+    timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
         backend,
         # Without a store torch loads its backend "fake".
-        store=None if job.is_dry_run else dist.PrefixStore("groups", job.store),
+        store=None if job.is_dry_run else dist.PrefixStore("groups", store),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timeout,
@@ -520,7 +601,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     job.control = dist.new_group(backend=control_backend, timeout=FOREVER)
     job.exchange = Exchange(
         job.control,
-        dist.PrefixStore("exchange", job.store),
+        dist.PrefixStore("exchange", store),
         timeout_s=job.timeout_s,
         reraise=job.reraise,
         failure=job.peers.failure,
@@ -529,8 +610,6 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
         _connect_axes(job, job.mesh, timeout, control_backend)
     # A rank that fails before all are connected would break the connections of others.
     job.exchange.gather("join", None)
-    failures.install_excepthook(job.peers, hook)
-    atexit.register(job._abort_at_exit)
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str) -> None:

@@ -63,6 +63,7 @@ _START_FIXES = {
     errno.ENOEXEC: "give the script a first line such as `#!/bin/bash`.",
 }
 _NO_SIZE = bytes(8)
+GIVEN_UP = -1  # the generation that tells ranks to end, see `paceline.job.recovery`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,10 @@ class Event:
     Attributes:
         event: "final_error": it ends by itself now; "seen_error": it may go on; "exit": the script called
             sys.exit(); "interrupted": by KeyboardInterrupt; "training": one that handles preemption signals;
-            "saves_after_failure": one that saves its last step when another rank fails.
+            "saves_after_failure": one that saves its last step when another rank fails; "recovers": one that
+            goes on with a process in place of a failed rank; "waits" for that process; "recovered".
         place: Where the script was.
+        generation: Of the connections that it waits for, or has; see `paceline.job.recovery`.
     """
 
     event: str
@@ -81,6 +84,7 @@ class Event:
     time: float = 0.0
     step: int = 0
     place: str = ""
+    generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,7 @@ class Rank:
         self.suspended_at: float | None = None  # monotonic, unlike the others
         self.suspended = False  # killed because SIGSTOP had stopped it
         self.hung = False
+        self.is_mute = False  # it has closed its control socket
         self._pump = pump
         self._changed = changed
         self._received = b""
@@ -250,15 +255,29 @@ class Rank:
         """Whether it has reported an error and will end by itself."""
         return any(event.event == "final_error" for event in list(self.events))
 
+    def has_sent(self, name: str, *, generation: int = 0) -> Event | None:
+        """The last event of this name, of a generation or a later one; None if there is none."""
+        events = reversed(list(self.events))
+        return next((e for e in events if e.event == name and e.generation >= generation), None)
+
     @property
     def trains(self) -> bool:
         """Whether it has begun a training, which saves and ends after a preemption signal."""
-        return any(event.event == "training" for event in list(self.events))
+        return self.has_sent("training") is not None
 
     @property
     def saves_after_failure(self) -> bool:
         """Whether it saves the last step by itself, when a failure of another rank breaks its collectives."""
-        return any(event.event == "saves_after_failure" for event in list(self.events))
+        return self.has_sent("saves_after_failure") is not None
+
+    def begin(self, spec: RankSpec) -> None:
+        """Let this process, which has imported torch and waits, become a rank."""
+        self.local_rank, self.rank = spec.local_rank, spec.rank
+        for stream, shown, log in zip(self.streams, spec.shown, spec.logs, strict=True):
+            stream.prefix = spec.prefix.encode()
+            stream.console = stream.console if shown else None
+            stream.files += [] if log is None else [log]
+        self.send({"do": "begin", "environment": dict(spec.environment)})
 
     def check_suspended(self, now: float) -> bool:
         """Whether it is stopped by SIGSTOP; also sets `suspended_at`. `now` is monotonic."""
@@ -309,6 +328,7 @@ class Rank:
         except ConnectionError:
             data = b""
         if not data:
+            self.is_mute = True
             self._pump.unwatch(fd, lambda: None)
             return False
         *lines, rest = (self._received + data).split(b"\n")
@@ -447,6 +467,7 @@ class LocalRanks:
         self.has_begun = False
         self.trained = False
         self.has_signal: Callable[[], bool] = lambda: False
+        self._standby: Rank | None = None
         self._changed = threading.Event()
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
@@ -475,6 +496,63 @@ class LocalRanks:
                 ) from error
             self._tell_guard(f"+{rank.pid}\n")
             self.ranks.append(rank)
+
+    def start_standby(self, spec: RankSpec) -> None:
+        """Start a process that imports torch and paceline, and waits to replace a rank."""
+        with contextlib.suppress(OSError):  # `replace` starts a process when it needs one
+            self._standby = Rank(
+                spec, consoles=self.consoles, pump=self.pump, changed=self._changed.set
+            )
+            self._tell_guard(f"+{self._standby.pid}\n")
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether a process waits to replace a rank."""
+        return self._standby is not None
+
+    def replace(self, failed: Rank, spec: RankSpec) -> Rank:
+        """Put a new process in the place of a rank that has failed. `put_back` or `forget` follows.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        standby, self._standby = self._standby, None
+        if standby is not None and standby.poll() is None:
+            standby.begin(spec)
+            new = standby
+        else:
+            new = Rank(spec, consoles=self.consoles, pump=self.pump, changed=self._changed.set)
+            self._tell_guard(f"+{new.pid}\n")
+        self.ranks[self.ranks.index(failed)] = new
+        return new
+
+    def put_back(self, failed: Sequence[Rank]) -> None:
+        """End the processes in place of these ranks."""
+        places = {rank.local_rank: rank for rank in failed}
+        new = [r for r in self.ranks if r.local_rank in places and r not in failed]
+        for rank in new:
+            rank.kill()
+        self._wait_done(new, _KILLED_S)
+        self.forget(new)
+        self.ranks = [places.get(rank.local_rank, rank) for rank in self.ranks]
+
+    def forget(self, ended: Sequence[Rank]) -> None:
+        """Pass on the last output of ended processes, and kill what they left behind."""
+        stop_groups([rank.pid for rank in ended])
+        for rank in ended:
+            self._tell_guard(f"-{rank.pid}\n")
+        self.pump.finish([s for rank in ended for s in rank.streams], stalled_s=self._stalled_s)
+        self._read_all_events(ended)
+        for rank in ended:
+            rank.close()
+
+    def end_standby(self) -> None:
+        """End the process that waits to replace a rank."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.kill()
+            self._wait_done([standby], _KILLED_S)
+            self.forget([standby])
 
     def wait_change(self, timeout_s: float) -> None:
         """Wait until a rank has sent an event or has ended."""
@@ -532,6 +610,7 @@ class LocalRanks:
         for rank in self.ranks:
             if rank.reported_error:
                 continue
+            rank.send({"do": "recover", "generation": GIVEN_UP})
             if not may_save:
                 rank.told_to_end_at = rank.told_to_end_at or time.time()
                 if rank.saves_after_failure and not rank.hung:
@@ -577,14 +656,8 @@ class LocalRanks:
         `ranks` is empty afterwards.
         """
         ranks, self.ranks = self.ranks, []
-        stop_groups([rank.pid for rank in ranks])
-        for rank in ranks:
-            self._tell_guard(f"-{rank.pid}\n")
-        self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=self._stalled_s)
-        self._read_all_events(ranks)
+        self.forget(ranks)
         self.trained = any(rank.trains for rank in ranks)
-        for rank in ranks:
-            rank.close()
         return ranks
 
     @property
@@ -601,6 +674,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """Discard the ranks, and end the guard and the output thread."""
+        self.end_standby()
         self.discard()
         self.pump.drain(stalled_s=self._stalled_s)
         self.pump.stop(timeout_s=_KILLED_S)

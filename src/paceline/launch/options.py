@@ -79,6 +79,14 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
         "--hang-after (default: report)",
     ),
     (
+        "--recover",
+        ("restart", "in-place"),
+        "restart",
+        "what follows a failure while restarts are left: all ranks start again; or a new process takes the "
+        "place of the rank that failed, and the others keep theirs, if the training can do that (default: "
+        "restart)",
+    ),
+    (
         "--dry-run",
         str,
         None,
@@ -86,7 +94,12 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
         "the rank holds; for scripts that call paceline.join",
     ),
 )
-_GROUPS = {"--hang-after": "hangs", "--on-hang": "hangs", "--dry-run": "ranks"}
+_GROUPS = {
+    "--hang-after": "hangs",
+    "--on-hang": "hangs",
+    "--dry-run": "ranks",
+    "--recover": "ranks",
+}
 _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
     "ranks": (
         (
@@ -366,6 +379,12 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
             notes.append(
                 f"{name} after the script is given to the script; the launcher's options come first"
             )
+    if args.recover == "in-place" and (high > 1 or args.no_python or not args.max_restarts):
+        raise ConfigError(
+            "--recover in-place is for Python scripts on one node, with --max-restarts.",
+            why="a process that is replaced counts as a restart, and other nodes do not take part.",
+            fix="give --max-restarts 3 on one node, or leave --recover out.",
+        )
     run_id = args.rdzv_id
     if run_id == "none" and endpoint is None:
         run_id = str(uuid.uuid4())

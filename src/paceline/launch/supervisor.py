@@ -25,6 +25,7 @@ from paceline.job.network import (
 )
 from paceline.launch import failure_report, signals
 from paceline.launch.hang_watch import HangWatch
+from paceline.launch.in_place import InPlace
 from paceline.launch.local_ranks import (
     LocalRanks,
     Rank,
@@ -167,6 +168,9 @@ class Supervisor:
             args = options.args
             ends = args.on_hang == "end"
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
+        self._in_place: InPlace | None = None
+        if options.args.recover == "in-place":
+            self._in_place = InPlace(local_ranks, received.check)
 
     def run(self) -> int:
         """Run all rounds; returns the exit code of the launcher."""
@@ -264,6 +268,8 @@ class Supervisor:
         specs = [self._spec(local_rank, variables[local_rank]) for local_rank in count]
         if logs is not None:
             specs = [self._with_logs(spec, logs) for spec in specs]
+        if self._in_place is not None:
+            specs = self._in_place.begin_round(specs)
         self._local_ranks.start(specs)
         pids = "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks)
         if self._local_ranks.has_begun:
@@ -419,7 +425,11 @@ class Supervisor:
         if self._restarts_left > 0:
             local.kill_suspended()  # without restarts they are kept: the user may still resume them
         done = local.done  # read first: a rank may end badly between the two
-        if local.any_ended_badly:
+        if self._in_place is not None:
+            self._in_place.keep_standby()
+            if (local.any_ended_badly or self._in_place.is_due) and not self._recover():
+                return self._fail()
+        elif local.any_ended_badly:
             return self._fail()
         exchange = self._exchange
         # After a preemption the other nodes are not awaited, and may be gone.
@@ -445,6 +455,14 @@ class Supervisor:
         if self._is_hanging(finish=other_failed) or other_failed:
             return self._fail()
         return None
+
+    def _recover(self) -> bool:
+        """Replace failed ranks while the others keep their processes; False if all must start again."""
+        if self._restarts_left <= 0 or self._in_place is None or not self._in_place.recover():
+            return False
+        self._restarts += 1
+        self._first_failure = self._in_place.first_failure
+        return True
 
     def _may_end_round(self) -> bool:
         """Whether this node, whose ranks have ended well, need not wait for other nodes any more.

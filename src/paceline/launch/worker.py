@@ -83,6 +83,7 @@ class Control:
         self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
+        self.begun = threading.Event()  # of a standby process: it becomes a rank
         # A forked child is not the rank: it must neither send events nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -129,11 +130,20 @@ class Control:
                 return  # the launcher has ended; its guard (guard.py) kills this rank and its children
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                request = json.loads(line)
-                if request["do"] == _probe.STATE:
-                    self.send_state(request["id"])
-                else:
-                    _ignore_preemption()
+                self._do(json.loads(line))
+
+    def _do(self, request: dict[str, Any]) -> None:
+        match request["do"]:
+            case _probe.STATE:
+                self.send_state(request["id"])
+            case "begin":  # of a standby process
+                os.environ.update(request["environment"])
+                self.begun.set()
+            case "recover":
+                if recovery := sys.modules.get("paceline.job.recovery"):
+                    recovery.announced.add(request["generation"])
+            case "ignore_preemption":
+                _ignore_preemption()
 
     def _forget(self) -> None:
         if self._is_ours():
@@ -162,6 +172,10 @@ def main() -> NoReturn:
     # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    if modules := os.environ.pop("PACELINE_STANDBY", ""):
+        for name in modules.split(","):
+            importlib.import_module(name)
+        control.begun.wait()
     # The command line that an interpreter for this script would have; some scripts start again with it.
     sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index(sys.argv[0])], *sys.argv[1:]]
     module = sys.argv[2] if sys.argv[1] == "-m" else None
@@ -394,16 +408,26 @@ def report_before_clean_up(error: BaseException) -> None:
         _control.send(_describe(error, "seen_error"))
 
 
+def report(event: str, *, step: int = 0, generation: int = 0) -> bool:
+    """Tell the launcher of an event without an error (`local_ranks.Event`); False if that is not possible."""
+    sent = {"event": event, "step": step, "generation": generation}
+    return _control is not None and _control.send(sent)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error was raised because another rank was lost."""
+    return bool(_crash_facts.Error.of(error, "").lost_peer)
+
+
 def report_training(saves_after_failure: bool) -> None:
     """Tell the launcher, if this is a rank, that a training handles preemption signals.
 
     Args:
         saves_after_failure: Whether it may also save its last step when another rank fails.
     """
-    if _control is not None:
-        _control.send({"event": "training"})
-        if saves_after_failure:
-            _control.send({"event": "saves_after_failure"})
+    report("training")
+    if saves_after_failure:
+        report("saves_after_failure")
 
 
 def _describe(error: BaseException, event: str, **more: Any) -> dict[str, Any]:

@@ -113,9 +113,7 @@ class Report:
             counts_tokens: Whether losses are means over tokens.
         """
         self._counts_tokens = counts_tokens
-        # A loop before may have been left with `break`: its last values are lost.
-        self._pending.clear()
-        self._reduced.clear()
+        self.forget_pending()  # a loop before may have been left with `break`
         if not self._has_destination:
             return
         self.end("left by `break`")
@@ -136,6 +134,11 @@ class Report:
         self._began = began - self._time_s  # time continues from the last line
         if self._progress is not None:
             self._progress.begin(step, self.clock.run, self.clock.windows)
+
+    def forget_pending(self) -> None:
+        """Drop the values of steps whose losses will not come."""
+        self._pending.clear()
+        self._reduced.clear()
 
     def end_step(self, step: int, epoch: int, num_samples: int) -> None:
         """Count the samples of a step that has ended, over all ranks, and show the step."""

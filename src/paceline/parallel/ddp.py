@@ -106,20 +106,41 @@ def ddp(
             bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else float(bucket_mb),
             find_unused_parameters=find_unused,
             gradient_as_bucket_view=True,
+            init_sync=not job.is_lone,  # else the weights come with the state of the other ranks
             **_no_buffer_broadcast(),
         )
-        known = known_parameters(wrapper)
-        if isinstance(job.data.group, ShmGroup):
-            job.data.group.share_gradients(p for _, p in known)
-        if job.is_dry_run:
-            wrapper.register_comm_hook(None, lambda _, bucket: _kept(bucket.buffer()))
-        elif compress is not None:
-            wrapper.compress = compress
-            compress_gradients(job, wrapper, compress)
+        wrapper.compress = compress
+        _set_up_reduction(job, wrapper)
     except RuntimeError as error:
         job.reraise(error)
-    equalize_buffers(job, wrapper)
+    if not job.is_lone:
+        equalize_buffers(job, wrapper)
     return wrapper
+
+
+def _set_up_reduction(job: Job, wrapper: Replica) -> None:
+    if isinstance(job.data.group, ShmGroup):
+        job.data.group.share_gradients(p for _, p in known_parameters(wrapper))
+    if job.is_dry_run:
+        wrapper.register_comm_hook(None, lambda _, bucket: _kept(bucket.buffer()))
+    elif wrapper.compress is not None:
+        compress_gradients(job, wrapper, wrapper.compress)
+
+
+def reconnect(job: Job, wrapper: Replica) -> None:
+    """Reduce gradients over the new groups of the job, after `Job.reconnect`.
+
+    As after a restart, torch's first step has other buckets than later ones.
+
+    Collective: all ranks, in the same order of the models.
+    """
+    for p in wrapper.parameters():
+        p.grad = None  # a view of a bucket that is freed now
+    assert job.group is not None
+    wrapper.process_group = job.group
+    # What unpickling does: a new reducer, without collectives.
+    wrapper.__setstate__(wrapper.__getstate__())  # type: ignore[no-untyped-call]
+    _set_up_reduction(job, wrapper)
 
 
 def _kept(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

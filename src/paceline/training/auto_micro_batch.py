@@ -26,9 +26,9 @@ from paceline.errors import ConfigError, StepError, listed, name_ranks
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy
-from paceline.parallel.modules import unwrap
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.syncbn import SyncBatchNorm, plain_batchnorms
+from paceline.training.buffers import Buffers
 
 _RunLoop = Callable[[Callable[[bool], None]], None]
 _BeginAgain = Callable[[Callable[[PlannedStep], PlannedStep]], None]
@@ -91,11 +91,11 @@ class AutoMicroBatch:
 
         Collective: all ranks.
         """
-        saved = self._saved_buffers()
+        buffers = Buffers(self._models)
         succeeds = self._succeeds if self._replay is None else self._succeeds_with_replay
         while not succeeds(run_loop, begin_again):
             self._free_memory()
-            self._restore(saved)
+            buffers.restore()
             begin_again(self._cut)
 
     def _free_memory(self) -> None:
@@ -192,12 +192,3 @@ class AutoMicroBatch:
             fix="use smaller samples, precision='bf16', activation checkpointing, or paceline.fsdp on more "
             "ranks.",
         )
-
-    def _saved_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        buffers = [buffer for model in self._models for buffer in unwrap(model).buffers()]
-        return [(buffer, buffer.clone()) for buffer in buffers]
-
-    def _restore(self, saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.no_grad():
-            for buffer, value in saved:
-                buffer.copy_(value)

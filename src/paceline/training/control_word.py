@@ -100,6 +100,7 @@ class _SentWord:
 
     Attributes:
         pending: The exchange in progress; None with one rank.
+        requests: Those of this rank.
         numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss and
             its count, then the rows of the ranks about their time.
         step, steps: The last step before the word, and how many there were since the word before.
@@ -108,6 +109,7 @@ class _SentWord:
     """
 
     pending: Pending | None
+    requests: Requests
     numbers: torch.Tensor
     step: int
     steps: int
@@ -161,6 +163,21 @@ class Control:
         self._every = 1
         self._copied = None
         self._discard_word()
+        self._begin_word(step)
+
+    def begin_again(self, step: int) -> None:
+        """The ranks have connected again after step `step`: ask again for what was asked and not done.
+
+        Losses of earlier steps are discarded, because those of the rank that failed are lost.
+        """
+        own, agreed = self.own, self.agreed
+        sent, self._in_flight, self._copied = self._in_flight, None, None
+        for asked in (agreed, *([] if sent is None else [sent.requests])):
+            own.stop |= asked.stop
+            own.save |= asked.save
+        # A signal is asked for until it is taken.
+        agreed.stop = agreed.preempt = agreed.save = agreed.times = False
+        self._every = 1
         self._begin_word(step)
 
     def _begin_word(self, step: int) -> None:
@@ -247,7 +264,7 @@ class Control:
         first = copied[0].first if copied else step + 1
         exchange = self._job.exchange
         pending = None if exchange is None else exchange.send(WORD, numbers=word)
-        self._in_flight = _SentWord(pending, word, step, steps, first, size, bad)
+        self._in_flight = _SentWord(pending, requests, word, step, steps, first, size, bad)
         self._begin_word(step)
 
     def _read(self) -> list[Word]:

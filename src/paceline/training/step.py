@@ -67,6 +67,8 @@ class StepContext:
         recheck: With `recheck_every`: computes steps again.
         num_skipped: Steps that were left out for that since this training was made.
         num_skipped_in_row: How many of them came without another step since.
+        recover: Called with an error of a step's collectives. It raises this error or its cause, or continues
+            the training in place, with `Step.begin_again` or `Step.take_over`.
     """
 
     job: Job
@@ -79,6 +81,7 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     token_divisor: float
+    recover: Callable[[RuntimeError, Step], None]
     check_losses_until: int = 0
     skips_non_finite: bool = False
     auto: AutoMicroBatch | None = None
@@ -147,9 +150,11 @@ class Step:
     """
 
     __slots__ = (
+        "_attempt",
         "_context",
         "_differentiated",
         "_is_recheck",
+        "_is_taken_over",
         "_micro",
         "_micro_losses",
         "_num_begun",
@@ -170,6 +175,8 @@ class Step:
         self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None  # the current one
         self._num_begun = 0  # micro-batches that the loop or `run` has got
+        self._attempt = 0  # how often the step was begun again
+        self._is_taken_over = False
         self._num_not_updated = len(self._records)  # optimizers
         self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
@@ -206,10 +213,24 @@ class Step:
     def _run_micro_batches(self) -> Iterator[Any]:
         if (recheck := self._context.recheck) is not None:
             return recheck.run(self.number, self._planned, self._run_once, self._run_again)
-        return self._run_once()
+        return self._run_until_done()
+
+    def _run_until_done(self) -> Iterator[Any]:
+        """Run the micro-batches, again if the ranks had to connect again."""
+        attempt = None
+        while attempt != self._attempt and not self._is_taken_over:
+            attempt = self._attempt
+            try:
+                yield from self._run_once()
+            except RuntimeError as error:  # of the strategy; the loop's own errors do not come here
+                self._context.recover(error, self)
+
+    def _is_left(self, attempt: int) -> bool:
+        """Whether this attempt at the step was left, in a call of the loop's body."""
+        return attempt != self._attempt or self._is_taken_over
 
     def _run_once(self) -> Iterator[Any]:
-        context, planned = self._context, self._planned
+        context, planned, attempt = self._context, self._planned, self._attempt
         for record in self._records:
             record.trained.clear_gradients_if_extended()
         # Forwards are collectives, or this rank has none and goes straight to the sum of the gradients.
@@ -223,6 +244,8 @@ class Step:
                 if context.recheck is not None:
                     context.recheck.forget()
             yield from self._run_one(micro)
+            if self._is_left(attempt):
+                return
             if self._num_begun < planned.num_micro_batches:
                 clock.enter(DATA)
         if left := [record for record in self._records if not record.is_complete]:
@@ -241,9 +264,12 @@ class Step:
             self._is_recheck = False
 
     def _run_one(self, micro: MicroBatch) -> Iterator[Any]:
+        attempt = self._attempt
         clock.enter(FORWARD)
         self._begin_micro_batch(micro)
         yield micro.batch
+        if self._is_left(attempt):
+            return
         self._context.precision.leave()
         self._micro = None
         current_step.forward = OUTSIDE
@@ -298,13 +324,22 @@ class Step:
             self._context.strategy.run(run)
 
     def begin_again(self, cut: Callable[[PlannedStep], PlannedStep]) -> None:
-        """Forget what was done in this step; `cut` gives its new micro-batches. For `AutoMicroBatch`."""
+        """Forget what was done in this step; `cut` gives its micro-batches again."""
         self._context.leave_step()
         for record in self._records:
             record.trained.clear_gradients()
         self._records = [_Record(record.trained) for record in self._records]
         self._planned = cut(self._planned)
         self._micro, self._num_begun, self._micro_losses = None, 0, []
+        self._attempt += 1
+
+    def take_over(self) -> None:
+        """Another rank has finished this step, and its state was loaded: nothing is left to do in it."""
+        self._context.leave_step()
+        for record in self._records:
+            record.trained.clear_gradients()
+            record.needs_backward, record.is_updated, record.was_stepped = False, True, True
+        self._micro, self._num_not_updated, self._is_taken_over = None, 0, True
 
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
@@ -396,18 +431,18 @@ class Step:
                 is_complete = False
             else:
                 is_complete = context.strategy.backward(scaled, start, micro, inputs)
+            if is_complete:
+                if context.auto is not None:
+                    context.auto.after_backward()
+                self._complete_gradients(records)
+            else:
+                for record in records:
+                    record.find_gradient()
         except RuntimeError as error:
-            context.job.reraise(error)
+            context.recover(error, self)
         finally:
             for hook in hooks:
                 hook.remove()
-        if is_complete:
-            if context.auto is not None:
-                context.auto.after_backward()
-            self._complete_gradients(records)
-        else:
-            for record in records:
-                record.find_gradient()
         if any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
@@ -471,6 +506,8 @@ class Step:
 
         Collective: all ranks, once for all optimizers or once for each.
         """
+        if self._is_taken_over:
+            return
         context = self._context
         records = self._records_of(optimizer)
         for record in records:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
+from paceline.job import recovery as job_recovery
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
 from paceline.job.job import Job, LeftLoop
@@ -35,12 +37,13 @@ from paceline.job.preemption import Preempted, grace_s, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
-from paceline.parallel import syncbn
-from paceline.parallel.modules import equalize_buffers, is_split
+from paceline.parallel import ddp, syncbn
+from paceline.parallel.modules import equalize_buffers, find_wrapper, is_split
 from paceline.parallel.strategies import strategy_for
 from paceline.parallel.strategy import Strategy
-from paceline.training import dry_run, survivors, weight
+from paceline.training import dry_run, recovery, survivors, weight
 from paceline.training.auto_micro_batch import AutoMicroBatch
+from paceline.training.buffers import Buffers
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import ReplicaCheck
 from paceline.training.optimizers import trained_optimizers
@@ -157,6 +160,7 @@ class Training:
             control=self._control,
             count_unit=count,
             token_divisor=weight.token_divisor(batches.global_batch),
+            recover=self._recover,
             checks_rows=count == "samples" and batches.may_drop_samples,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
@@ -191,6 +195,8 @@ class Training:
                 # Scaled gradients may overflow. On a device, reading one waits for it.
                 reads_gradients=not formats.scales and (skips or job.device.type == "cpu"),
             )
+        self._buffers: Buffers | None = None  # while it can recover in place
+        self._has_connected_again = False  # since the loop began, or just before
         self.checkpoints = checkpoints
         self._is_resumed = False
         # The job must not keep the models alive, so it refers to this object weakly.
@@ -303,6 +309,7 @@ class Training:
         self._begin(epochs, until)
         self._loop_token = token = object()
         notice.watch(self, saves_after_failure=self._may_save_alone)
+        self._offer_recovery()
         clock.start(_new_event(self.job.device))
         hooks = [o.register_step_pre_hook(self._refuse_own_step) for o in self.optimizers]
         try:
@@ -499,6 +506,8 @@ class Training:
                 context.strategy.check()
             self._step = step
             current_step.step = step.number
+            if self._buffers is not None:
+                self._buffers.keep()
             self._advance(step, BEFORE_SUM)
             try:
                 yield step
@@ -535,7 +544,8 @@ class Training:
         context.leave_step()  # of an earlier loop that is still open
         if not self.reproducible:
             # Chosen again, because a communication hook may have been registered in the meantime.
-            context.strategy = self._choose_strategy()
+            if not self._has_connected_again:
+                context.strategy = self._choose_strategy()
             for model in self.models:
                 syncbn.warn_other_statistics(
                     self.job,
@@ -543,6 +553,7 @@ class Training:
                     micro_batch=self.batches.micro_batch,
                     global_batch=self.batches.global_batch,
                 )
+        self._has_connected_again = False
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._step = self._left = None
         if self.job.exchange is not None:
@@ -609,8 +620,19 @@ class Training:
             own.save_failed |= checkpoints.poll(self.job)
             own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
         own.times |= self._report.clock.asks(is_last=is_last)
+        is_due = checkpoints is not None and checkpoints.is_due(
+            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
+        )
         loss, count = step._local_loss()
-        for word in control.end_step(step.number, loss, count, step._micro_losses, now=now):
+        try:
+            words = control.end_step(step.number, loss, count, step._micro_losses, now=now)
+        except RuntimeError as error:
+            if is_last or control.agreed.best:
+                self.job.reraise(error)
+            self._recover(error, step)
+            control.own.save |= is_due  # the new process is not in this step: all save a later one
+            return
+        for word in words:
             self._apply(word)
         recheck = self._context.recheck
         if step.number >= self._replica_check.due:
@@ -619,13 +641,64 @@ class Training:
             self._replica_check.compare(step.number)
         if checkpoints is None:
             return
-        is_due = checkpoints.is_due(
-            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
-        )
         if control.agreed.save or is_due:
             with clock.during(CHECKPOINT):
                 if control.agreed.save or not checkpoints.is_behind(self.job, step.number):
                     self._save(checkpoints, wait=False)
+
+    # Going on after the failure of another rank, see recovery.py.
+
+    def _offer_recovery(self) -> None:
+        """Tell the launcher whether this training can go on when another rank has been replaced."""
+        why_not = recovery.why_not(self.models, self._context, self.batches)
+        self._buffers = None
+        if why_not:
+            log.once(f"--recover in-place: after a failure all ranks start again; {why_not}.")
+        elif job_recovery.is_on(os.environ):
+            self._buffers = Buffers(self.models)
+            job_recovery.tell_launcher("recovers")
+
+    def _recover(self, error: RuntimeError, step: Step) -> None:
+        """Connect to the other ranks again, and bring all to the newest state; then go on with the step.
+
+        Raises:
+            RuntimeError: `error`, or the failure behind it: this training cannot recover from it.
+        """
+        if self._buffers is None or not job_recovery.is_lost_peer(error):
+            self.job.reraise(error)
+        if not step.is_done:
+            self._buffers.restore()  # before another rank gets them
+        self._connect_again(error)
+        current_step.step = step.number
+        assert self.job.exchange is not None
+        self.job.exchange.begin_loop()
+        self._control.begin_again(self.number)
+        self._context.num_skipped_in_row = 0
+        if self.number < step.number:
+            step.begin_again(self.batches.begin_again)
+        elif not step.is_done:
+            step.take_over()
+
+    def _connect_again(self, cause: BaseException) -> None:
+        """Connect to the other ranks, and get the newest state if this rank is behind."""
+        job = self.job
+        step = -1 if job.is_lone else self.number
+        job.reconnect(cause)
+        for model in self.models:
+            wrapper = find_wrapper(model)
+            assert isinstance(wrapper, ddp.Replica)
+            ddp.reconnect(job, wrapper)
+        self._context.strategy = self._choose_strategy()
+        saved = recovery.newest_state(
+            job, step, lambda: self._state.save(self.number, self.position)
+        )
+        if saved is not None:
+            self._load(saved)
+        self._replica_check.reset(self.number)
+        if self.checkpoints is not None:
+            self.checkpoints.begin_again()
+        self._report.forget_pending()
+        job_recovery.tell_launcher("recovered", step=self.number, generation=job.generation)
 
     def _end_dry_step(self, *, is_last: bool) -> None:
         if not is_last:
@@ -700,6 +773,11 @@ class Training:
         if self._is_resumed:
             return
         self.job.check_loop_exit()
+        if self.job.is_lone:
+            why_not = recovery.why_not(self.models, self._context, self.batches)
+            self._connect_again(job_recovery.needs_all_ranks(why_not or "the state of the others"))
+            self._has_connected_again = True
+            return
         self._await_all("resume")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()
@@ -832,6 +910,9 @@ class Training:
         checkpoints = self.checkpoints
         if checkpoints is None or not self._may_save_alone:
             return
+        assert self.job.failure is not None
+        if self._buffers is not None and not job_recovery.is_lost_peer(self.job.failure):
+            return  # the other ranks go on, or save if they cannot
         step = self._left[1] if self._left is not None else None
         if step is not None and step.number > self.number:
             if step.is_partly_updated:

@@ -27,7 +27,10 @@ from paceline.watch.stacks import Stack, frames_of_script, is_script, place_of_e
 _RPC = "torch.distributed.rpc"
 _RPC_ERROR = re.compile(r"RPCErr:|.*this error originated at tensorpipe/")
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-_GLOO_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]")
+# Of Gloo; and, in a backward, of a future of `shm`.
+_GROUP_ERROR = re.compile(
+    r"\[\S*gloo/\S+:\d+\]|Got the following error when running the callback: PeerFailed:"
+)
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 _OWN_ERRORS = "paceline.errors.PacelineError"
 _CHECKPOINT_ERROR = "torch.distributed.checkpoint.api.CheckpointException"
@@ -156,7 +159,7 @@ def _lost_peer(error: BaseException | None) -> bool:
         if kinds[0] == "builtins.RuntimeError":
             module, message = _module(error), _message(error)
             is_collective = module.startswith(_COLLECTIVES)
-            find = _GLOO_ERROR.search if is_collective else _GLOO_ERROR.match
+            find = _GROUP_ERROR.search if is_collective else _GROUP_ERROR.match
             is_of_rpc = module.startswith(_RPC) and _RPC_ERROR.match(message)
             if is_of_rpc or find(message):
                 return True

@@ -1,0 +1,156 @@
+"""`paceline run --recover in-place`: new processes in place of failed ranks, while the others keep theirs.
+
+The ranks of a training that can go on say so ("recovers"). When one of them fails, the launcher lets a
+standby process become that rank, waits until the collectives of the others have broken ("waits"), announces a
+new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
+happens in between, or the same rank fails twice in one step, all ranks start again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paceline.errors import name_ranks
+from paceline.launch.local_ranks import LocalRanks, Rank, RankSpec
+from paceline.torch_private import COMPILER
+from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
+
+# What a standby process imports. The first optimizer or DDP object imports torch's compiler.
+_STANDBY = f"torch.distributed,{COMPILER},paceline.training.trainer"
+_TURN_S = 0.1
+_Key = tuple[tuple[int, ...], int]
+
+
+class _Impossible(Exception):
+    """All ranks have to start again."""
+
+
+class InPlace:
+    """Replaces failed ranks of a job on one node.
+
+    Args:
+        check: Called often while ranks are awaited; may raise what ends the job.
+
+    Attributes:
+        first_failure: Of the last recovery; None before the first, and if only connections broke.
+    """
+
+    def __init__(self, local_ranks: LocalRanks, check: Callable[[], None]) -> None:
+        self._local, self._check = local_ranks, check
+        self.first_failure: FirstFailure | None = None
+        self._generation = 0
+        self._last: _Key | None = None  # the ranks that failed last, and the step of the others
+        self._specs: list[RankSpec] = []
+
+    def begin_round(self, specs: list[RankSpec]) -> list[RankSpec]:
+        """All ranks start: what they run."""
+        self._generation, self._last = 0, None
+        self._specs = [_in_generation(spec, 0) for spec in specs]
+        return self._specs
+
+    def keep_standby(self) -> None:
+        """Start the standby process, once the ranks train and can be replaced."""
+        local, first = self._local, self._specs[0]
+        # The arguments of a process cannot be changed later.
+        same = all(spec.command == first.command for spec in self._specs)
+        if same and not local.has_standby and all(r.has_sent("recovers") for r in local.ranks):
+            variables = dict(first.environment) | {"PACELINE_STANDBY": _STANDBY}
+            local.start_standby(
+                replace(first, local_rank=-1, rank=-1, environment=variables, logs=(None, None))
+            )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a rank waits, because its collectives have broken, although none has ended."""
+        return any(self._waits(rank) for rank in self._local.ranks)
+
+    def recover(self) -> bool:
+        """Replace the ranks that have failed. False if all must start again: `ranks` is as it was."""
+        local, began = self._local, time.monotonic()
+        failed: list[Rank] = []
+        new: list[Rank] = []
+        try:
+            self._await(
+                lambda: all(r.returncode is not None or self._waits(r) for r in local.ranks)
+            )
+            failed = [rank for rank in local.ranks if not self._waits(rank)]
+            outcomes = [rank.outcome() for rank in failed]
+            self._refuse(outcomes)
+            self._generation += 1
+            for rank in failed:
+                spec = _in_generation(self._specs[rank.local_rank], self._generation)
+                new.append(local.replace(rank, spec))
+            for rank in local.ranks:
+                rank.send({"do": "recover", "generation": self._generation})
+            self._await(lambda: all(map(self._has_recovered, local.ranks)), may_fail=False)
+        except (_Impossible, OSError) as error:
+            local.say(f"no recovery in place: {error}")
+            local.put_back(failed)
+            return False
+        local.forget(failed)
+        self.first_failure = find_first_failure(outcomes)
+        self._say(outcomes, new, time.monotonic() - began)
+        return True
+
+    def _refuse(self, outcomes: Sequence[RankOutcome]) -> None:
+        """Refuse failures after which all ranks must start again."""
+        if len(outcomes) == len(self._local.ranks):
+            raise _Impossible("no rank is left")
+        if lost := [each.rank for each in outcomes if each.follows]:
+            raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
+        if ended := [each.rank for each in outcomes if not each.failed]:
+            raise _Impossible(f"{name_ranks(ended)} has ended")
+        key = tuple(each.rank for each in outcomes), _last_step(self._local.ranks, "waits")
+        if outcomes and key == self._last:
+            raise _Impossible(f"{name_ranks(key[0])} failed in step {key[1]} again")
+        self._last = key
+
+    def _say(self, outcomes: Sequence[RankOutcome], new: Sequence[Rank], took_s: float) -> None:
+        text = "the connections between the ranks broke; they have connected again"
+        if (first := self.first_failure) is not None:
+            pids = " ".join(str(rank.pid) for rank in new)
+            ranks = name_ranks(each.rank for each in outcomes)
+            text = f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
+        step = _last_step(self._local.ranks, "recovered")
+        self._local.say(f"{text}, in {took_s:.1f} s, after step {step}")
+
+    def _waits(self, rank: Rank) -> bool:
+        return rank.has_sent("waits", generation=self._generation + 1) is not None
+
+    def _has_recovered(self, rank: Rank) -> bool:
+        return rank.has_sent("recovered", generation=self._generation) is not None
+
+    def _await(self, is_so: Callable[[], bool], *, may_fail: bool = True) -> None:
+        """Wait until something is so. Raises _Impossible if it cannot become so.
+
+        Args:
+            may_fail: Whether ranks may fail in the meantime.
+        """
+        local = self._local
+        while not is_so():
+            for rank in local.ranks:
+                if rank.ended_badly and may_fail:
+                    continue
+                if rank.returncode is not None or rank.ended_badly or rank.is_mute:
+                    error = rank.outcome().error
+                    how = "ended" if error is None else f"failed: {error.text}"
+                    raise _Impossible(f"rank {rank.rank} {how}")
+                if not rank.has_sent("recovers") and may_fail:
+                    raise _Impossible(f"rank {rank.rank} cannot go on without a restart")
+            local.wait_change(_TURN_S)
+            local.kill_suspended()
+            self._check()
+
+
+def _last_step(ranks: Sequence[Rank], event: str) -> int:
+    """The latest step in which a rank has sent this event."""
+    return max((e.step for rank in ranks if (e := rank.has_sent(event)) is not None), default=0)
+
+
+def _in_generation(spec: RankSpec, generation: int) -> RankSpec:
+    """See `paceline.job.recovery`."""
+    return replace(
+        spec, environment=dict(spec.environment) | {"PACELINE_GENERATION": str(generation)}
+    )

@@ -1,0 +1,169 @@
+"""`paceline run --recover in-place`: a failed rank gets a new process, and the others keep theirs."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import Finished, run
+
+from paceline.testing import digest
+
+# Writes a row for each step and rank, then the digest of the weights. `faults` is a list of
+# [rank, step, kind], of which each happens once unless its kind begins with "again".
+TRAINS = """
+import json, os, signal, time
+import torch, paceline
+from torch import nn
+from paceline.testing import digest
+
+def fault(rank, step, faults):
+    for number, (at_rank, at_step, kind) in enumerate(faults):
+        mark = f"fault-{number}"
+        if (at_rank, at_step) == (rank, step) and (kind.startswith("again") or not os.path.exists(mark)):
+            open(mark, "w").close()
+            if kind.endswith("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise ValueError("injected")
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+    def forward(self, x):
+        self.forwards += 1
+        return x.relu()
+
+def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000):
+    with paceline.join(backend=backend) as job:
+        torch.manual_seed(0)
+        x = torch.randn(500, 16)
+        model = nn.Sequential(nn.Linear(16, 64), Counts(), nn.Dropout(0.1), nn.Linear(64, 4))
+        if before == "barrier":
+            torch.distributed.barrier()
+        wrap = paceline.fsdp if before == "fsdp" else paceline.ddp
+        model = wrap(job, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = torch.utils.data.TensorDataset(x, x[:, :4] * 2)
+        if workers:
+            data = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
+            batches = paceline.Batches(job, data)
+        else:
+            batches = paceline.Batches(job, data, global_batch=24, micro_batch=4)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        training = paceline.Training(
+            job, model, optimizer, batches, schedule=schedule,
+            checkpoints=paceline.Checkpoints("kept", every_steps=every_steps),
+        )
+        training.report("report")
+        for step in training.steps(until=steps):
+            for bx, by in step:
+                loss = nn.functional.mse_loss(model(bx), by)
+                fault(job.rank, step.number, faults)
+                step.backward(loss)
+            step.update()
+            with open("rows", "a") as file:
+                file.write(json.dumps([job.rank, os.getpid(), step.number]) + "\\n")
+        training.export("end.pt")
+        with open(f"buffers-{job.rank}", "w") as file:
+            file.write(digest(list(model.buffers())))
+
+main(**json.loads(os.environ["SETTINGS"]))
+"""
+
+
+def train(folder: Path, *, ranks: int = 3, words: str = "", **settings: Any) -> tuple[Any, ...]:
+    """Run it; how it ended, the digest of its weights, and how many processes each rank had."""
+    folder.mkdir()
+    end = run(f"--nproc-per-node={ranks} {words}", TRAINS, folder, SETTINGS=json.dumps(settings))
+    assert end.code == 0, end.err
+    # The buffers are those of one rank, which may have been replaced.
+    weights = {n: v for n, v in torch.load(folder / "end.pt").items() if "forwards" not in n}
+    pids: dict[int, list[int]] = defaultdict(list)
+    for line in (folder / "rows").read_text().splitlines():
+        rank, pid, _ = json.loads(line)
+        if pid not in pids[rank]:
+            pids[rank].append(pid)
+    return end, digest(weights), {rank: len(found) for rank, found in pids.items()}
+
+
+IN_PLACE = "--recover=in-place --max-restarts=9"
+
+
+def assert_replaced(end: Finished, times: int) -> None:
+    assert end.err.count("replaced in place") == times, end.err
+    assert "restarted ranks" not in end.err, end.err
+
+
+def test_only_the_rank_that_failed_gets_a_new_process(tmp_path: Path) -> None:
+    _, expected, _ = train(tmp_path / "undisturbed")
+    faults = [[1, 20, "kill"], [0, 30, "raise"]]
+    end, found, processes = train(tmp_path / "faults", words=IN_PLACE, faults=faults)
+    assert_replaced(end, 2)
+    assert found == expected
+    assert processes == {0: 2, 1: 2, 2: 1}
+    ends = [(tmp_path / name / "buffers-2").read_text() for name in ("undisturbed", "faults")]
+    assert ends[0] == ends[1]  # a repeated forward does not count twice
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"faults": [[0, 1, "kill"]]}),  # in the first step
+        (2, {"faults": [[1, 39, "kill"], [1, 40, "kill"]]}),  # in the last
+        (3, {"faults": [[0, 20, "kill"], [2, 20, "kill"]], "every_steps": 1}),
+        (3, {"faults": [[1, 20, "stop"]], "workers": 1}),
+        (4, {"faults": [[3, 20, "raise"]]}),
+    ],
+)
+def test_each_end_is_equal_to_the_bit(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    _, expected, _ = train(tmp_path / "undisturbed", ranks=ranks, **settings | {"faults": []})
+    end, found, _ = train(tmp_path / "faults", ranks=ranks, words=IN_PLACE, **settings)
+    assert "in place" in end.err
+    assert "restarted ranks" not in end.err, end.err
+    assert found == expected
+
+
+@pytest.mark.ci
+def test_gloo_connects_again(tmp_path: Path) -> None:
+    settings = {"backend": "gloo", "faults": [[1, 20, "kill"]]}
+    _, expected, _ = train(tmp_path / "undisturbed", ranks=2, backend="gloo")
+    end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
+    assert_replaced(end, 1)
+    assert found == expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("before", ["barrier", "fsdp"])
+def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_path: Path) -> None:
+    """A collective before the training, which the others do not call; a model in parts."""
+    settings = {"before": before, "every_steps": 5}
+    _, expected, _ = train(tmp_path / "undisturbed", ranks=2, **settings)
+    faults = [[1, 23, "kill"]]
+    end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, faults=faults, **settings)
+    assert "restarted ranks" in end.err, end.err
+    assert found == expected
+
+
+@pytest.mark.ci
+def test_a_rank_that_fails_twice_in_one_step_is_not_replaced_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    settings = json.dumps({"faults": [[1, 20, "again raise"]]})
+    end = run(f"--nproc-per-node=2 {IN_PLACE}", TRAINS, tmp_path, SETTINGS=settings)
+    assert end.code == 1, end.err
+    assert end.err.count("replaced in place") == 1
+    assert "rank 1 failed in step 20 again" in end.err
+    assert "ValueError: injected" in end.err
+
+
+def test_it_needs_one_node_and_restarts(tmp_path: Path) -> None:
+    end = run("--nproc-per-node=2 --recover=in-place", TRAINS, tmp_path, SETTINGS="{}")
+    assert end.code == 2
+    assert "--max-restarts" in end.err
