@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,35 @@ STEPS = 12
 LAST = 7  # the step before the one with the fault
 
 
-def _train(job: Any, folder: str | None, faults: list[Fault], wrong: float = 1.0) -> Any:
+class Counts(nn.Module):
+    """Counts forwards in a buffer, as BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return x
+
+
+def _train(
+    job: Any,
+    folder: str | None,
+    faults: list[Fault],
+    wrong: float = 1.0,
+    layer: type[nn.Module] = nn.Identity,
+) -> Any:
     """The step after which this run began, and the state at its end."""
-    model = paceline.ddp(job, small_net().double())
+    model = paceline.ddp(job, nn.Sequential(small_net(), layer()).double())
     first, *others = model.parameters()
     optimizers = [torch.optim.Adam([first], lr=0.01), torch.optim.Adam(others, lr=0.01)]
     batches = paceline.Batches(job, make_data(dtype=torch.float64), global_batch=6, micro_batch=1)
-    options: dict[str, Any] = {}
+    # The order of forwards decides what is in buffers, which reproducible=True refuses.
+    options: dict[str, Any] = {"reproducible": layer is nn.Identity}
     if folder is not None:
         options["checkpoints"] = paceline.Checkpoints(folder, every_steps=5)
-    training = paceline.Training(job, model, optimizers, batches, reproducible=True, **options)
+    training = paceline.Training(job, model, optimizers, batches, **options)
     training.resume()
     start = training.number
     for step in training.steps(until=STEPS):
@@ -74,6 +94,14 @@ def test_only_the_step_in_progress_is_lost(
     assert resumed == [(newest, undisturbed[0][1])] * nproc
 
 
+def test_the_forwards_of_the_step_in_progress_leave_no_trace(tmp_path: Path) -> None:
+    folder, fault = str(tmp_path / "checkpoints"), _fault(1, "kill", "backward")
+    run_failing_ranks(_train, folder, [fault], 1.0, Counts, nproc=2, faults=[fault])
+    resumed = run_ranks(_train, folder, [], 1.0, Counts, nproc=2)
+    undisturbed = run_ranks(_train, None, [], 1.0, Counts, nproc=2)
+    assert resumed[0] == (LAST, undisturbed[0][1])
+
+
 def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     outcomes = run_failing_ranks(_train, str(folder), [], float("nan"), nproc=2)
@@ -89,6 +117,8 @@ def _sharded(job: Any, folder: str) -> None:
     training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
     for step in training.steps(until=9):
         if step.number == 5 and job.rank == 1:
+            while not Path(folder, "step-3").exists():  # it is written in the background
+                time.sleep(0.01)
             raise ValueError("a shard is lost")
         step.run(lambda batch: model(batch[0]).square().mean())
         step.update()

@@ -195,7 +195,8 @@ class Training:
                 # Scaled gradients may overflow. On a device, reading one waits for it.
                 reads_gradients=not formats.scales and (skips or job.device.type == "cpu"),
             )
-        self._buffers: Buffers | None = None  # while it can recover in place
+        self._buffers: Buffers | None = None  # while a step in progress may be undone
+        self._recovers = False  # in place
         self._has_connected_again = False  # since the loop began, or just before
         self.checkpoints = checkpoints
         self._is_resumed = False
@@ -651,12 +652,13 @@ class Training:
     def _offer_recovery(self) -> None:
         """Tell the launcher whether this training can go on when another rank has been replaced."""
         why_not = recovery.why_not(self.models, self._context, self.batches)
-        self._buffers = None
         if why_not:
             log.once(f"--recover in-place: after a failure all ranks start again; {why_not}.")
         elif job_recovery.is_on(os.environ):
-            self._buffers = Buffers(self.models)
             job_recovery.tell_launcher("recovers")
+        self._recovers = job_recovery.is_on(os.environ) and not why_not
+        has_use = self._recovers or self._may_save_alone
+        self._buffers = Buffers(self.models) if has_use else None
 
     def _recover(self, error: RuntimeError, step: Step) -> None:
         """Connect to the other ranks again, and bring all to the newest state; then go on with the step.
@@ -664,9 +666,9 @@ class Training:
         Raises:
             RuntimeError: `error`, or the failure behind it: this training cannot recover from it.
         """
-        if self._buffers is None or not job_recovery.is_lost_peer(error):
+        if not self._recovers or not job_recovery.is_lost_peer(error):
             self.job.reraise(error)
-        if not step.is_done:
+        if not step.is_done and self._buffers is not None:
             self._buffers.restore()  # before another rank gets them
         self._connect_again(error)
         current_step.step = step.number
@@ -911,7 +913,7 @@ class Training:
         if checkpoints is None or not self._may_save_alone:
             return
         assert self.job.failure is not None
-        if self._buffers is not None and not job_recovery.is_lost_peer(self.job.failure):
+        if self._recovers and not job_recovery.is_lost_peer(self.job.failure):
             return  # the other ranks go on, or save if they cannot
         step = self._left[1] if self._left is not None else None
         if step is not None and step.number > self.number:
@@ -919,6 +921,8 @@ class Training:
                 return
             if step.is_done:  # the weights are those of this step
                 self.number, self._last = step.number, step._planned
+            elif self._buffers is not None:
+                self._buffers.restore()
         if self.number <= checkpoints.last_saved:
             return
 
