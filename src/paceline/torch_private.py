@@ -92,6 +92,17 @@ NAMES = (
     ),
     # parallel
     PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        why="the public meta device fails where a forward names a device, and autocast ignores it",
+        without="paceline run --dry-run refuses a pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.PipelineStage._warmup_backward_result",
+        why="stages tell each other whether they know their shapes, which a dry run never receives",
+        since="2.13",
+        without="nothing changes: earlier versions of torch do not ask",
+    ),
+    PrivateName(
         "torch.Tensor._version",
         why="no public name tells whether a tensor was changed in place",
         without="`reproducible` does not refuse a buffer that a forward changes in place",

@@ -50,7 +50,10 @@ def test_a_rank_does_two_steps_and_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("layout", ["", "--dp-shard 64", "--tp 2 --dp-shard 8 --dp-replicate 4"])
+@pytest.mark.parametrize(
+    "layout",
+    ["", "--dp-shard 64", "--tp 2 --dp-shard 8 --dp-replicate 4", "--pp 2 --tp 2 --dp-shard 8"],
+)
 def test_layouts(layout: str, tmp_path: Path) -> None:
     words = ["--dry-run", "64:9", "--nproc-per-node", "8", str(EXAMPLES / "gpt_3d.py")]
     ended = _run([*words, *layout.split()], tmp_path)
@@ -59,15 +62,63 @@ def test_layouts(layout: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("degree", "what"),
-    [("--tp", "needs a multiple of 4 ranks"), ("--pp", "a pipeline cannot be run")],
-)
-def test_a_layout_that_cannot_be_run_is_an_error(degree: str, what: str, tmp_path: Path) -> None:
-    ranks = "6" if degree == "--tp" else "8"
-    ended = _run(["--dry-run", ranks, str(EXAMPLES / "gpt_3d.py"), degree, "4"], tmp_path)
+def test_a_layout_that_cannot_be_run_is_an_error(tmp_path: Path) -> None:
+    ended = _run(["--dry-run", "6", str(EXAMPLES / "gpt_3d.py"), "--tp", "4"], tmp_path)
     assert ended.code != 0
-    assert what in ended.err
+    assert "needs a multiple of 4 ranks" in ended.err
+
+
+PIPELINE = """
+import sys
+import paceline, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+schedule, first = sys.argv[1:]
+data = TensorDataset(torch.ones(64, 8))
+layers = [Reads(8, 16) if first == "reads" else nn.Linear(8, 16)]
+layers += [nn.Linear(16, 32), nn.Linear(32, 64), nn.Linear(64, 8)]
+split = ["1", "2", "3"] if schedule == "interleaved" else "2"
+with paceline.join(seed=1, mesh=paceline.Mesh(pp=2, dp_shard=-1)) as job:
+    model = paceline.pipeline(job, nn.Sequential(*layers), schedule=schedule, split=split)
+    model = paceline.fsdp(job, model, blocks=[], param_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = paceline.Batches(job, data, global_batch=32, micro_batch=4)
+    for step in paceline.Training(job, model, optimizer, batches).steps(epochs=100):
+        step.run(lambda batch: model(*batch).square().mean())
+        step.update()
+        print("step", step.number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "schedule", "held"),
+    [
+        (2, "1f1b", "5 KiB of 10 KiB"),  # [32, 64], [64], [64, 8] and [8] over 2 ranks
+        pytest.param(0, "1f1b", "1 KiB of 3 KiB", marks=pytest.mark.ci),
+        pytest.param(2, "gpipe", "5 KiB of 10 KiB", marks=pytest.mark.ci),
+        pytest.param(2, "interleaved", "2 KiB of 4 KiB", marks=pytest.mark.ci),
+        pytest.param(2, "zero_bubble", "5 KiB of 10 KiB", marks=pytest.mark.ci),
+    ],
+)
+def test_a_stage_of_a_pipeline(rank: int, schedule: str, held: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PIPELINE)
+    ended = _run(["--dry-run", f"4:{rank}", "train.py", schedule, "plain"], tmp_path)
+    assert ended.code == 0, ended.err
+    assert "step 1" in ended.out
+    assert f"dry run of rank {rank} of 4" in ended.out
+    assert held in ended.out
+
+
+def test_a_stage_that_depends_on_values_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PIPELINE)
+    ended = _run(["--dry-run", "4:2", "train.py", "1f1b", "reads"], tmp_path)
+    assert ended.code != 0
+    assert "`forward` must not read any, as `x.item()`" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from paceline.errors import ConfigError, StepError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import (
+    PIPELINE,
     SPLIT_BY,
     UNFILLED,
     agree_on_parameters,
@@ -173,6 +174,8 @@ def fsdp(
         )
     options: dict[str, Any] = {"mesh": _data_mesh(job)}
     if param_dtype is not None:
+        if is_pipeline(module):
+            module.__dict__[PIPELINE].compute_in(param_dtype)
         reduce_dtype = torch.float32  # sums over many ranks lose too much in 16 bits
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype

@@ -326,7 +326,7 @@ class Cut:
         """The call of a layer of another stage."""
         run = self._count_call(unit)
         if self._stage_of[unit] > run.stage:
-            run.sent = self._sendable(unit, _first(args, kwargs))
+            run.sent = self.sendable(unit, first_argument(args, kwargs))
             raise _StageEnd
         assert run.received is not None
         if run.num_called == 1:
@@ -337,7 +337,7 @@ class Cut:
         """Before a layer of this rank computes: the received tensor takes the place of its placeholder."""
         stage = self._stage_of[unit]
         is_first = stage > 0 and unit == self.stages[stage][0]
-        first = _first(args, kwargs)
+        first = first_argument(args, kwargs)
         if self._running is not None:
             self._count_call(unit)
             if is_first:
@@ -364,7 +364,8 @@ class Cut:
             )
         self._running.received = None
 
-    def _sendable(self, unit: str, x: Any) -> torch.Tensor:
+    def sendable(self, unit: str, x: Any) -> torch.Tensor:
+        """What is sent of the first argument of a stage's first layer."""
         if type(x) is torch.Tensor and x.dtype in SENDABLE:
             return x.contiguous()
         shown = x.dtype if type(x) is torch.Tensor else type(x).__name__
@@ -400,7 +401,7 @@ class _StageForward:
     has_grad: bool = field(default_factory=torch.is_grad_enabled)
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 

@@ -41,6 +41,7 @@ from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.device import copy_tensors, tensors_of
 from paceline.errors import StepError, listed
 from paceline.job.job import Job
+from paceline.parallel.dry_stages import DryStages
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import NoOutputOnThisStage, enclosing, whole
 from paceline.parallel.pipeline_stages import LOOPED
@@ -82,6 +83,7 @@ class StageRunner:
         owners: The parameters and buffers of the whole model by name.
         elsewhere: The names of those that only other ranks hold.
         set_padding: Called before each forward with whether it is that of a padding micro-batch.
+        dry_stages: What stages receive in a dry run; None otherwise.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
@@ -98,6 +100,7 @@ class StageRunner:
         here = (None, self._rank)
         self.elsewhere = {name for name, owned in self.owners.items() if owned.rank not in here}
         own_stages = list(range(self._rank, len(stages), self._size))
+        self.dry_stages = DryStages(job, module, stages, own_stages) if job.is_dry_run else None
         self.cut = Cut(job, module, stages, own_stages)
         self._has_last = self.cut.last_stage in own_stages
         self._schedules: dict[int, _Schedule] = {}  # by numbers of micro-batches
@@ -114,6 +117,11 @@ class StageRunner:
     def is_sharded(self) -> bool:
         """Whether `fsdp` has sharded the stages."""
         return any(isinstance(module, FSDPModule) for module in self.cut.modules.values())
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Tell the runner that `fsdp` casts parameters to this dtype."""
+        if self.dry_stages is not None:
+            self.dry_stages.compute_in(dtype)
 
     # A step.
 
@@ -174,8 +182,10 @@ class StageRunner:
 
         buffers = list(self._module.buffers())
         kept = [buffer.clone() for buffer in buffers]
+        with step.forward_context(index):
+            receive = self._receiver(arguments)
         with torch.no_grad():
-            self._run_all_stages(compute)
+            self._run_all_stages(compute, receive)
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
         self._shapes[key] = found
@@ -302,7 +312,8 @@ class StageRunner:
             return output
         self._refuse_call()
         output = self._run_all_stages(
-            lambda stage, received: self.cut.run_stage(stage, args, kwargs, received)
+            lambda stage, received: self.cut.run_stage(stage, args, kwargs, received),
+            self._receiver((args, kwargs)),
         )
         if self._has_last:
             return output
@@ -341,17 +352,29 @@ class StageRunner:
 
     # One forward through all stages, without a schedule.
 
-    def _run_all_stages(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
+    def _run_all_stages(
+        self,
+        compute: Callable[[int, torch.Tensor | None], Any],
+        receive: Callable[[int], torch.Tensor],
+    ) -> Any:
         """Call `compute` for each stage in turn; returns what the last stage computes, on its rank only."""
         output = None
         try:
             for stage in self.cut.own_stages:
-                output = compute(stage, self._receive() if stage else None)
+                output = compute(stage, receive(stage) if stage else None)
                 if stage < self.cut.last_stage:
                     self._send(output)
         except RuntimeError as error:
             self._job.reraise(error)
         return output if self._has_last else None
+
+    def _receiver(self, arguments: _Arguments) -> Callable[[int], torch.Tensor]:
+        """What gives a stage the tensor from the stage before, in a forward with these arguments."""
+        if self.dry_stages is None:
+            return lambda _: self._receive()
+        args, kwargs = copy_tensors(arguments)
+        received = self.dry_stages.receive(args, kwargs)
+        return lambda stage: self.cut.sendable(self.cut.stages[stage][0], received[stage])
 
     def _send(self, x: torch.Tensor) -> None:
         head = [SENDABLE.index(x.dtype), x.dim(), *x.shape]
@@ -399,8 +422,9 @@ class _Schedule:
         dist.set_debug_level(
             dist.DebugLevel.OFF
         )  # in DETAIL a stage compares shapes with its first
+        stage_class = _Stage if runner.dry_stages is None else _DryStage
         self._stages = [
-            _Stage(
+            stage_class(
                 # torch would free the gathered parameters of FSDP's modules.
                 nn.Module() if isinstance(module, FSDPModule) else module,
                 stage,
@@ -486,6 +510,26 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with _phase(BACKWARD):
             return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+class _DryStage(_Stage):
+    """A stage in a dry run: it receives zeros."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _with_zeros(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _with_zeros(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # torch asks all stages whether they know their shapes, and receives no answer.
+        return torch.ones_like(super()._warmup_backward_result(*args, **kwargs))
+
+
+def _with_zeros(ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    for op in ops:
+        op.tensor.detach().zero_()
+    return ops
 
 
 @contextlib.contextmanager

@@ -65,8 +65,8 @@ def lines(
         f"  gradients                {format_bytes(_held(gradients))}",
         f"  optimizer state          {format_bytes(_held(states))}",
         f"  memory                   {format_bytes(peak)}: {what}",
-        f"  a checkpoint             {len(saved)} tensors, {format_bytes(_whole(saved.values()))}; this "
-        f"rank holds {format_bytes(_held(saved.values()))} of it",
+        f"  a checkpoint             {len(saved)} tensors, {format_bytes(_whole(saved.values()))} of "
+        f"this rank's layers; this rank holds {format_bytes(_held(saved.values()))} of it",
         "Nothing was communicated, saved or logged, and the weights have no meaning.",
     ]
 
