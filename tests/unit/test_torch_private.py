@@ -28,6 +28,8 @@ OTHERS = sorted(p for p in SOURCE.rglob("*.py") if p.name != "torch_private.py")
 def test_the_installed_torch_has_it(name: torch_private.PrivateName) -> None:
     if "nccl" in name.path and not torch.distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
+    if torch.__version__ < name.since:
+        pytest.skip(f"torch has it since {name.since}")
     if name.of_objects:
         linear = torch.ones(2, 3, requires_grad=True)
         objects = (
