@@ -8,6 +8,7 @@ import socket
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_trainings import (
@@ -21,7 +22,7 @@ from small_trainings import (
 from torch import nn
 
 import paceline
-from paceline.errors import RankDisagreement
+from paceline.errors import RankDisagreement, StepError
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
 STEPS = 9  # every third is computed again
@@ -208,6 +209,102 @@ def test_nan_is_computed_again_once(nproc: int) -> None:
     (text,) = ranks[0][0]
     assert "comes from the model" in text
     assert ("on other ranks too" in text) == (nproc > 1)
+
+
+class _Counts(nn.Module):
+    """Gives NaN in its fourth forward, which is the second of step 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number.add_(1)
+        distance = (self.number - 4).abs()
+        return self.layer(x) * (distance / distance)
+
+
+def _nan_of_a_state(job: Any, kind: str) -> tuple[list[str], int]:
+    texts = record_log()
+    model = paceline.ddp(job, _Counts() if kind == "buffer" else nn.Linear(4, 3))
+    options: dict[str, Any] = {"recheck_every": 100, "on_non_finite": "skip"}
+    training = make_training(job, model, make_data(24), global_batch=4, micro_batch=2, **options)
+    np.random.seed(0)
+    for step in training.steps(until=10):
+        for x, y in step:
+            # The root of a negative number is NaN. Of these draws one is below 0.03.
+            factor = np.sqrt(np.random.rand() - 0.03) if kind == "numpy" else 1.0
+            step.backward(factor * nn.functional.cross_entropy(model(x), y))
+        step.update()
+    return [text for text in texts if "again" in text], training.num_skipped
+
+
+@CI
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("kind", ["buffer", "numpy"])
+def test_nan_is_computed_again_from_the_state_before_its_step(kind: str) -> None:
+    ((texts, num_skipped),) = run_ranks(_nan_of_a_state, kind, nproc=1)
+    (text,) = texts
+    assert "comes from the model" in text
+    assert num_skipped >= 1
+
+
+def _nan_on_one_rank(job: Any) -> None:
+    training = _training(job, global_batch=4, recheck_every=100)  # one micro-batch on each rank
+    model, is_sound = training.models[0], True
+    for step in training.steps(until=5):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(model(x), y))
+            if is_sound and job.rank == 1 and step.number == 2:
+                is_sound = False
+                paceline.unwrap(model)[0].weight.grad[0, 0] = torch.nan  # after its sum over ranks
+        step.update()
+
+
+@CI
+def test_a_rank_that_alone_has_nan_after_the_sum_is_named() -> None:
+    other, own = (each.error for each in run_failing_ranks(_nan_on_one_rank, nproc=2))
+    assert "rank 1" in str(other)
+    assert isinstance(own, RankDisagreement)
+    assert own.ranks == [1]
+    assert own.step == 2
+    assert "holds NaN or infinity on rank 1" in str(own)
+
+
+def _kept_on_one_rank(job: Any) -> None:
+    training = _training(job, recheck_every=2)
+    model, kept = training.models[0], 1.0
+    for step in training.steps(until=4):
+        for x, y in step:
+            kept += 0.1 * (job.rank == 0)
+            step.backward(kept * nn.functional.cross_entropy(model(x), y))
+        step.update()
+
+
+@CI
+def test_a_loop_that_keeps_values_on_one_rank_is_not_called_unstable_hardware() -> None:
+    for outcome in run_failing_ranks(_kept_on_one_rank, nproc=2):
+        assert isinstance(outcome.error, StepError)
+        assert "gives other gradients on rank 0" in str(outcome.error)
+        assert "values that the loop keeps" in str(outcome.error)
+
+
+def _sparse(job: Any) -> int:
+    model = paceline.ddp(job, nn.Embedding(10, 4, sparse=True))
+    data = torch.utils.data.TensorDataset(torch.arange(24) % 10)
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "recheck_every": 2}
+    training = make_training(job, model, data, global_batch=4, micro_batch=2, **options)
+    for step in training.steps(until=4):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        step.update()
+    return training.number
+
+
+@CI
+def test_all_gradients_may_be_sparse() -> None:
+    assert run_ranks(_sparse, nproc=1) == [4]
 
 
 class _RandomData(torch.utils.data.Dataset[Any]):

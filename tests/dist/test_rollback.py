@@ -161,3 +161,44 @@ def test_a_hundred_steps_in_a_row_that_are_left_out_are_an_error(tmp_path: Path)
         assert "100 steps in a row" in text
         assert "where: rank 0, sample" in text
         assert "; rank 1, sample" in text
+
+
+def _scaled(job: Any, folder: Path, kind: str) -> tuple[list[int], int]:
+    """In fp16, go back after a hundred steps that were left out, or between the updates of two optimizers."""
+    model = paceline.ddp(job, small_net())
+    first, *others = model.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.01), torch.optim.SGD(others, lr=0.01)]
+    batches = paceline.Batches(job, make_data(), global_batch=4, micro_batch=2)
+    checkpoints = paceline.Checkpoints(folder, every_steps=60 if kind == "limit" else 2)
+    training = paceline.Training(
+        job, model, optimizers, batches, checkpoints=checkpoints, precision="fp16"
+    )
+    left_at: list[int] = []
+
+    def train() -> None:
+        for step in training.steps(until=120 if kind == "limit" and not left_at else 64):
+            is_bad = not left_at and step.number > 4
+            factor = float("nan") if is_bad and kind == "limit" else 1.0
+            step.run(lambda batch: loss_sum(model, batch) * factor, reduction="sum")  # noqa: B023
+            step.update(optimizers[0])
+            if is_bad and kind == "between":
+                left_at.append(step.number)
+                training.rollback()
+                continue
+            step.update(optimizers[1])
+
+    try:
+        train()
+    except NonFinite as error:
+        left_at.append(error.step)
+        training.rollback()
+        train()
+    return left_at, training.number
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "left_at"), [("limit", 104), ("between", 5)])
+def test_after_a_rollback_the_loss_scale_begins_a_new_step(
+    kind: str, left_at: int, tmp_path: Path
+) -> None:
+    assert run_ranks(_scaled, tmp_path, kind, nproc=1) == [([left_at], 64)]

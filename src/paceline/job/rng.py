@@ -72,26 +72,34 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def snapshot(device: torch.device) -> torch.Tensor:
-    """The state of the generators of torch (CPU and `device`), NumPy and Python; uint8, shape (n,)."""
-    kind, words, *rest = np.random.get_state(legacy=True)
-    states = {
+def states(device: torch.device) -> dict[str, Any]:
+    """The states of the generators of torch (CPU and `device`), NumPy and Python."""
+    return {
         "python": random.getstate(),
-        "numpy": [kind, np.asarray(words).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-        "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+        "device": [] if device.type == "cpu" else default_generator(device).get_state(),
     }
+
+
+def set_states(device: torch.device, saved: dict[str, Any]) -> None:
+    """Set the generators to `states`; `device`'s too if it was saved."""
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(saved["numpy"]))
+    torch.set_rng_state(torch.as_tensor(saved["torch"], dtype=torch.uint8))
+    if device.type != "cpu" and len(saved["device"]):
+        default_generator(device).set_state(torch.as_tensor(saved["device"], dtype=torch.uint8))
+
+
+def snapshot(device: torch.device) -> torch.Tensor:
+    """`states` as JSON; uint8, shape (n,)."""
+    text = json.dumps(states(device), default=lambda array: array.tolist())
     # One size, so that the plan of a checkpoint can be used again; JSON allows blanks at the end.
-    text = json.dumps(states).encode().ljust(1 << 16)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    encoded = text.encode().ljust(1 << 16)
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
 
 def restore(device: torch.device, saved: torch.Tensor) -> None:
-    """Set the generators to the states of `snapshot`; `device`'s too if it was saved."""
-    states = json.loads(bytes(saved.numpy()))
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if device.type != "cpu" and states["device"]:
-        default_generator(device).set_state(torch.tensor(states["device"], dtype=torch.uint8))
+    """Set the generators to the states of `snapshot`."""
+    set_states(device, json.loads(bytes(saved.numpy())))

@@ -61,10 +61,15 @@ class Precision:
         self._autocast = autocast_of(name, device)
         self.name = name
         self.scales = name == "fp16"
-        self.scaler = _Scaler(device.type, enabled=self.scales)
-        # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
-        self.scaler.scale(torch.zeros((), device=device))
+        self._device = device
+        self.scaler = self._new_scaler()
         self._inside = False
+
+    def _new_scaler(self) -> _Scaler:
+        scaler = _Scaler(self._device.type, enabled=self.scales)
+        # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
+        scaler.scale(torch.zeros((), device=self._device))
+        return scaler
 
     def enter(self) -> None:
         if self._autocast is not None and not self._inside:
@@ -108,6 +113,7 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a loss scale. The state of a training in another format is ignored."""
         if "scale" in state:
+            self.scaler = self._new_scaler()  # the old one may have left a step half done
             self.scaler.load_state_dict(state)
 
 

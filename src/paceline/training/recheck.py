@@ -41,6 +41,7 @@ from paceline.training.desync import ReplicaCheck, read_sums, sum_of, total_of
 from paceline.training.optimizers import TrainedOptimizer
 
 _LOSS = "the loss"
+_TEST_HOST = "take this host out of the job, and test it; the job resumes from its last checkpoint."
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that the order of backwards counts
 
 
@@ -49,7 +50,7 @@ class _State:
     """What a forward may change besides gradients."""
 
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    generators: torch.Tensor
+    generators: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,10 @@ class Recheck:
         """
         self.forget()
         is_due = self.is_due(number)
-        before = self._save_state() if is_due else None
+        if not is_due and not self._reads_gradients:
+            yield from once()
+            return
+        before = self._save_state()
         if is_due:
             self._watch()
         for batch in once():
@@ -193,7 +197,7 @@ class Recheck:
         self._reads_gradients &= is_finite
         kept = [(p, p.grad) for model in self._models for p in model.parameters()]
         after = self._save_state()
-        step = _Examined(number, planned, before or after, again)
+        step = _Examined(number, planned, before, again)
         yield from self._examine(step, first, is_due=is_due, is_finite=is_finite)
         self._load_state(after)
         for p, gradient in kept:
@@ -225,7 +229,11 @@ class Recheck:
             losses = first.losses
             first = yield from self._compute(step, 0)
             finite = all(map(bool, [*self._finite, *(each.isfinite() for each in first.losses)]))
-            if all(collectives.gather(job, finite)):
+            try:
+                everyone = collectives.gather(job, finite, call="recheck_every")
+            except StepError as error:  # the others went on, so their gradient is finite
+                raise self._only_here(step.number) from error
+            if all(everyone):
                 self._raise_finite(step.number, losses, first.losses)
         second = yield from self._compute(step, 0)
         other = (yield from self._compute(step, 1)) if self._rotates else None
@@ -304,20 +312,22 @@ class Recheck:
             for p in trained.parameters
             if p.grad is not None and p.grad.layout is torch.strided
         ]
+        if not gradients:  # all are sparse
+            return True
         # A finite sum proves that all values are finite, and takes less time than a norm. It may overflow.
         total = torch.stack([gradient.sum().float() for gradient in gradients]).sum().item()
         return math.isfinite(total) or all(bool(each.isfinite().all()) for each in gradients)
 
     def _save_state(self) -> _State:
         buffers = [buffer for model in self._models for buffer in unwrap(model).buffers()]
-        generators = rng.snapshot(self._job.device)
+        generators = rng.states(self._job.device)
         return _State([(buffer, buffer.clone()) for buffer in buffers], generators)
 
     def _load_state(self, state: _State) -> None:
         with torch.no_grad():
             for buffer, value in state.buffers:
                 buffer.copy_(value)
-        rng.restore(self._job.device, state.generators)
+        rng.set_states(self._job.device, state.generators)
 
     # Verdicts. All ranks raise them.
 
@@ -342,16 +352,18 @@ class Recheck:
     ) -> None:
         job = self._job
         differing = _differing(first.numbers, second.numbers)
-        names = collectives.gather(job, differing)
+        # A bit that hardware flipped once is not in the third computation.
         repeats = third.numbers in (first.numbers, second.numbers)
-        is_minority = 2 * len(ranks) <= job.world_size if job.world_size > 1 else repeats
+        names, repeat = zip(*collectives.gather(job, [differing, repeats]), strict=True)
+        is_minority = job.world_size == 1 or 2 * len(ranks) <= job.world_size
         what = f"step {number}, computed again, gives other gradients on {name_ranks(ranks)}"
-        if not is_minority:
+        if not is_minority or not all(repeat[rank] for rank in ranks):
             raise StepError(
                 f"{what}: {listed(names[ranks[0]])}.",
                 where=self._where(number, ranks),
                 why="the computation is not deterministic: kernels, random numbers that are not torch's, or "
-                "values that the loop keeps from one micro-batch to the next.",
+                "values that the loop keeps from one micro-batch to the next. Or its processor or memory is "
+                "unstable.",
                 fix="torch.use_deterministic_algorithms(True); or leave recheck_every out.",
                 step=number,
                 parameters=names[ranks[0]],
@@ -418,6 +430,19 @@ class Recheck:
             why=f"the processor or memory of {name_ranks(ranks) if ranks else 'a rank'} is faulty.",
         )
 
+    def _only_here(self, number: int) -> RankDisagreement:
+        rank = self._job.rank
+        return RankDisagreement(
+            f"the gradient of step {number} holds NaN or infinity on rank {rank}, and not on all ranks, "
+            "after its sum over ranks.",
+            where=self._job.where(step=number, detail=f"device {self._job.device}"),
+            why="the sum is equal on all ranks, unless the program has changed it on one: the memory of "
+            f"rank {rank} may be faulty.",
+            fix=_TEST_HOST,
+            ranks=[rank],
+            step=number,
+        )
+
     def _fault(
         self, number: int, ranks: list[int] | None, names: list[str], *, what: str, why: str
     ) -> RankDisagreement:
@@ -425,7 +450,7 @@ class Recheck:
             f"{what}{': ' if names else ''}{listed(names)}.",
             where=self._where(number, ranks),
             why=why,
-            fix="take this host out of the job, and test it; the job resumes from its last checkpoint."
+            fix=_TEST_HOST
             if ranks
             else "compare the ranks' processors, libraries and buffers, and test the hosts.",
             parameter=names[0] if names else None,

@@ -524,11 +524,11 @@ class Step:
         self.is_updating = False
         self._num_not_updated -= len(records)
         if self.is_done:
+            context.precision.end_step()  # first: `_report_skipped` may raise
             if all(each.was_stepped for each in self._records):
                 context.num_skipped_in_row = 0
             else:
                 self._report_skipped()
-            context.precision.end_step()
             for each in self._records:
                 if each.was_stepped and each.trained.scheduler is not None:
                     each.trained.scheduler.step()
