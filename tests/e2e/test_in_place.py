@@ -40,7 +40,7 @@ class Counts(nn.Module):
         self.forwards += 1
         return x.relu()
 
-def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000):
+def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000, micro_batch=4):
     with paceline.join(backend=backend) as job:
         torch.manual_seed(0)
         x = torch.randn(500, 16)
@@ -55,19 +55,26 @@ def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=10
             data = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
             batches = paceline.Batches(job, data)
         else:
-            batches = paceline.Batches(job, data, global_batch=24, micro_batch=4)
+            batches = paceline.Batches(job, data, global_batch=24, micro_batch=micro_batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         training = paceline.Training(
             job, model, optimizer, batches, schedule=schedule,
             checkpoints=paceline.Checkpoints("kept", every_steps=every_steps),
         )
         training.report("report")
+        if before == "keep":
+            training.keep(meter=torch.nn.Linear(1, 1))
+        if before == "sum":
+            paceline.sum_over_ranks(job, 1.0)
         for step in training.steps(until=steps):
             for bx, by in step:
                 loss = nn.functional.mse_loss(model(bx), by)
                 fault(job.rank, step.number, faults)
                 step.backward(loss)
-            step.update()
+                if before == "update inside":
+                    step.update()
+            if before != "update inside":
+                step.update()
             with open("rows", "a") as file:
                 file.write(json.dumps([job.rank, os.getpid(), step.number]) + "\\n")
         training.export("end.pt")
@@ -121,6 +128,7 @@ def test_only_the_rank_that_failed_gets_a_new_process(tmp_path: Path) -> None:
         (3, {"faults": [[0, 20, "kill"], [2, 20, "kill"]], "every_steps": 1}),
         (3, {"faults": [[1, 20, "stop"]], "workers": 1}),
         (4, {"faults": [[3, 20, "raise"]]}),
+        (2, {"faults": [[1, 20, "kill"]], "before": "update inside", "micro_batch": 12}),
     ],
 )
 def test_each_end_is_equal_to_the_bit(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -141,9 +149,9 @@ def test_gloo_connects_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("before", ["barrier", "fsdp"])
+@pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep"])
 def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_path: Path) -> None:
-    """A collective before the training, which the others do not call; a model in parts."""
+    """A call before the training, which the others do not make; a model in parts; a kept object."""
     settings = {"before": before, "every_steps": 5}
     _, expected, _ = train(tmp_path / "undisturbed", ranks=2, **settings)
     faults = [[1, 23, "kill"]]

@@ -101,9 +101,9 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
         self._ownership: Ownership | None = None  # of the folder, on rank 0
-        self._owner_token = ""  # of rank 0's ownership
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
+        self._is_restart = False  # whether the owner of the folder may be a rank that has ended
         self._is_behind = False  # whether a save was left out since the last one began
         self._last_begun = time.monotonic()
 
@@ -233,20 +233,17 @@ class Checkpoints:
     def _begin_saves(self) -> tuple[int, str]:
         """The newest step, and a name for the attempts of this object. Called on rank 0."""
         try:
-            self._take_folder()
+            self._take_folder(is_restart=self._is_restart)
         except OSError as error:
             raise self._unchangeable(error) from error
         return max(committed(self._store), default=-1), secrets.token_hex(4)
 
-    def _take_folder(self, *, is_restart: bool = False) -> Ownership:
+    def _take_folder(self, *, is_restart: bool = False) -> None:
         """Own the folder, and remove what jobs have left there that were killed in a save."""
         if self._ownership is None:
-            self._ownership, is_new = take(
-                self._store, is_restart=is_restart, heir_of=self._owner_token
-            )
+            self._ownership, is_new = take(self._store, is_restart=is_restart)
             if is_new:
                 sweep(self._store)
-        return self._ownership
 
     def poll(self, job: Job) -> bool:
         """Handle a save that has ended. Returns True if `finish` will raise its error.
@@ -307,7 +304,18 @@ class Checkpoints:
                 log.logger.warning("%s", self._error(job, save, outcome))
         self._ownership = self._newest = None  # another job may save there now
 
-    def begin_again(self) -> None:
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight that has not been committed."""
+        save = self._in_flight
+        return save is not None and not (save.outcome is not None and save.outcome.kind == "saved")
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether that save is of the best checkpoint."""
+        return self.is_saving and self._in_flight is not None and self._in_flight.best
+
+    def begin_again(self, job: Job) -> None:
         """The ranks have connected again: cancel the save in flight, and begin to save as in a new process.
 
         Collective: all ranks.
@@ -315,6 +323,11 @@ class Checkpoints:
         save, self._in_flight = self._in_flight, None
         if save is not None:
             save.cancel()
+            if save.outcome is not None and save.outcome.kind == "saved":
+                self.last_saved = save.step
+        self.last_saved = max(collectives.gather(job, self.last_saved))
+        self._is_restart = True
+        self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest, self._attempts, self._is_behind = None, 0, False
 
     def save_alone(self, job: Job, step: int, state: Any, *, finite: Collection[str]) -> None:
@@ -359,7 +372,7 @@ class Checkpoints:
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._newest = None
-        self._owner_token = collectives.on_rank0(job, lambda: self._prepare(job.restarts))
+        collectives.on_rank0(job, lambda: self._prepare(job.restarts))
         damaged: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
@@ -446,10 +459,9 @@ class Checkpoints:
         except OSError as error:
             log.logger.warning("step-%d cannot be renamed: %s", step, error)
 
-    def _prepare(self, restarts: int) -> str:
-        """Own the folder, and return the token of the owner. Called on rank 0."""
+    def _prepare(self, restarts: int) -> None:
         try:
-            return self._take_folder(is_restart=restarts > 0).token
+            self._take_folder(is_restart=restarts > 0)
         except OSError as error:
             raise self._unchangeable(error) from error
 

@@ -62,20 +62,16 @@ class Owner:
 
 
 class Ownership:
-    """A folder that this process owns, until this object is freed or the process ends.
-
-    Attributes:
-        token: That of the record.
-    """
+    """A folder that this process owns, until this object is freed or the process ends."""
 
     def __init__(self, store: Store, lock: int | None, owner: Owner) -> None:
-        self._store, self._lock, self.token = store, lock, owner.token
+        self._store, self._lock, self._owner = store, lock, owner
         self._release = weakref.finalize(self, _close, lock)
 
     def check(self) -> None:
         """Raise CheckpointError if another job has taken the folder."""
         found = _read(self._store)
-        if found is not None and found.token != self.token:
+        if found is not None and found.token != self._owner.token:
             raise CheckpointError(
                 f"another job has taken the folder {self._store.root} ({found}).",
                 fix="give each job a folder of its own, and end one of the two jobs.",
@@ -90,12 +86,11 @@ class Ownership:
 _owned: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()
 
 
-def take(store: Store, *, is_restart: bool = False, heir_of: str = "") -> tuple[Ownership, bool]:
+def take(store: Store, *, is_restart: bool = False) -> tuple[Ownership, bool]:
     """Own a folder. Called by rank 0; several `Checkpoints` of a process share a folder.
 
     Args:
         is_restart: Whether a launcher has restarted the job, so that the owner is probably a rank that ended.
-        heir_of: The token of an owner that may be alive and is replaced: rank 0 of a job that has failed.
 
     Returns:
         The ownership, and whether the process did not have it before.
@@ -107,13 +102,11 @@ def take(store: Store, *, is_restart: bool = False, heir_of: str = "") -> tuple[
     name = os.path.realpath(store.root) if store.has_rename else store.root
     if (known := _owned.get(name)) is not None:
         return known, False
-    lock = _locked(store, is_restart, heir_of) if store.has_rename else None
+    lock = _locked(store, is_restart) if store.has_rename else None
     try:
         # Without a lock the record can tell of processes of this host only.
         until = time.monotonic() + _WAIT_S
         while lock is None and (before := _read(store)) is not None and before.is_alive_here():
-            if before.token == heir_of:
-                break
             if time.monotonic() > until:
                 raise _taken(store, before)
             time.sleep(_POLL_S)
@@ -132,20 +125,15 @@ def take(store: Store, *, is_restart: bool = False, heir_of: str = "") -> tuple[
     return ownership, True
 
 
-def _locked(store: Store, is_restart: bool, heir_of: str) -> int | None:
-    """The descriptor of the locked record; None without locks, or if the record is another user's.
-
-    Also None if the owner to be replaced has the lock: then the record decides, as without locks.
-    """
+def _locked(store: Store, is_restart: bool) -> int | None:
+    """The descriptor of the locked record; None without locks, or if the record is another user's."""
     os.makedirs(store.root, exist_ok=True)
     lock = None
     try:
         # NFS grants an exclusive lock only on a file that is open for writing.
         lock = os.open(os.path.join(store.root, RECORD), os.O_RDWR | os.O_CREAT, 0o666)
-        if _wait_for_lock(store, lock, is_restart, heir_of):
-            return lock
-        _close(lock)
-        return None
+        _wait_for_lock(store, lock, is_restart)
+        return lock
     except CheckpointError:
         _close(lock)
         raise
@@ -157,17 +145,14 @@ def _locked(store: Store, is_restart: bool, heir_of: str) -> int | None:
         return None
 
 
-def _wait_for_lock(store: Store, lock: int, is_restart: bool, heir_of: str) -> bool:
-    """Whether this process has the lock, and not the owner that it replaces."""
+def _wait_for_lock(store: Store, lock: int, is_restart: bool) -> None:
     began, is_told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return
         except BlockingIOError:
             owner = _read(store)
-            if owner is not None and owner.token == heir_of:
-                return False
             is_near = owner is None or owner.is_of_this_host
             waited_s = time.monotonic() - began
             if waited_s > (_WAIT_S if is_near and not is_restart else _LEASE_S):

@@ -256,6 +256,8 @@ class Save:
         if self._rank == 0:
             keys = [f"{rank}" for rank in range(self._world_size)]
             self._await(keys)
+            if self._cancel.is_set():
+                raise _Cancelled
             outcome = self._commit([json.loads(self._acks.get(key)) for key in keys])
             for key in keys:
                 self._acks.delete_key(key)

@@ -131,9 +131,10 @@ class InPlace:
         local = self._local
         while not is_so():
             for rank in local.ranks:
+                has_ended, is_mute = rank.returncode is not None, rank.is_mute()
                 if rank.ended_badly and may_fail:
                     continue
-                if rank.returncode is not None or rank.ended_badly or rank.is_mute:
+                if has_ended or is_mute or rank.ended_badly:
                     error = rank.outcome().error
                     how = "ended" if error is None else f"failed: {error.text}"
                     raise _Impossible(f"rank {rank.rank} {how}")

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -50,6 +51,7 @@ _GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
 _STATE_S = 1.0  # how long running ranks may take to report their state after a failure
+_MUTE_S = 1.0
 _SUSPENDED_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank. Those of the last seconds matter.
 _RECORDED_COLLECTIVES = "256"
@@ -137,7 +139,7 @@ class Rank:
         self.suspended_at: float | None = None  # monotonic, unlike the others
         self.suspended = False  # killed because SIGSTOP had stopped it
         self.hung = False
-        self.is_mute = False  # it has closed its control socket
+        self._closed_at = math.inf  # when its control socket was closed, monotonic
         self._pump = pump
         self._changed = changed
         self._received = b""
@@ -255,6 +257,10 @@ class Rank:
         """Whether it has reported an error and will end by itself."""
         return any(event.event == "final_error" for event in list(self.events))
 
+    def is_mute(self) -> bool:
+        """Whether it runs without its control socket. The socket of a rank that ends closes just before."""
+        return time.monotonic() - self._closed_at > _MUTE_S
+
     def has_sent(self, name: str, *, generation: int = 0) -> Event | None:
         """The last event of this name, of a generation or a later one; None if there is none."""
         events = reversed(list(self.events))
@@ -328,7 +334,7 @@ class Rank:
         except ConnectionError:
             data = b""
         if not data:
-            self.is_mute = True
+            self._closed_at = time.monotonic()
             self._pump.unwatch(fd, lambda: None)
             return False
         *lines, rest = (self._received + data).split(b"\n")

@@ -26,6 +26,7 @@ from paceline import log
 from paceline.errors import ConfigError, RankDisagreement, StepError, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
+from paceline.job.recovery import SET_UP
 
 # Attribute of a module, and of its copies: the function that has split its parameters over ranks.
 SPLIT_BY = "_paceline_split_by"
@@ -368,12 +369,12 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
         kind = "trainable" if p.requires_grad else "frozen"
         rows.append(f"{name}: {list(p.shape)} {p.dtype}, strides {list(p.stride())}, {kind}")
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    digests = gather(job, digest)
+    digests = gather(job, digest, call=SET_UP)
     size = job.world_size // (job.mesh.pp if is_pipeline(module) and job.mesh is not None else 1)
     first_of = [rank // size * size for rank in range(job.world_size)]  # of the same stage
     if all(each == digests[first] for each, first in zip(digests, first_of, strict=True)):
         return
-    for each in zip_longest(*gather(job, rows), fillvalue="nothing more"):
+    for each in zip_longest(*gather(job, rows, call=SET_UP), fillvalue="nothing more"):
         values = list(each)
         wrong = (rank for rank, value in enumerate(values) if value != values[first_of[rank]])
         if (other := next(wrong, None)) is not None:

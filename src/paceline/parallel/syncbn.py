@@ -23,6 +23,7 @@ from paceline import log
 from paceline.errors import ConfigError, StepError, listed, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.job.recovery import SET_UP
 from paceline.parallel.modules import is_pipeline, refuse_torch_syncbn, unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -294,7 +295,7 @@ def agree_on_layers(job: Job, models: Sequence[nn.Module]) -> None:
         for name, layer in unwrap(model).named_modules()
         if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
     ]
-    each = collectives.gather(job, own)
+    each = collectives.gather(job, own, call=SET_UP)
     if not in_stages:
         fix = "call paceline.sync_batchnorm(job, model) on all ranks, or on none."
         refuse_different_values("names of synchronised BatchNorm layers", each, fix=fix)

@@ -26,8 +26,14 @@ from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training.step import StepContext
 
 
-def why_not(models: Sequence[nn.Module], context: StepContext, batches: Batches) -> str:
-    """Why a training cannot recover in place; "" if it can, or if the launcher does not replace ranks."""
+def why_not(
+    models: Sequence[nn.Module], context: StepContext, batches: Batches, *, keeps: bool
+) -> str:
+    """Why a training cannot recover in place; "" if it can, or if the launcher does not replace ranks.
+
+    Args:
+        keeps: Whether objects were given to `Training.keep`.
+    """
     if not recovery.is_on(os.environ):
         return ""
     if type(context.strategy) is not DDPStrategy:
@@ -40,6 +46,10 @@ def why_not(models: Sequence[nn.Module], context: StepContext, batches: Batches)
         return "the steps of a stream cannot be read again"
     if batches.is_auto:
         return 'it cannot be combined with micro_batch="auto"'
+    if len(context.optimizers) > 1:
+        return "a step of several optimizers may be half done"
+    if keeps:
+        return "objects given to training.keep cannot be put back to the beginning of a step"
     if context.recheck is not None:
         return "it cannot be combined with recheck_every"
     return ""

@@ -151,6 +151,7 @@ class Step:
 
     __slots__ = (
         "_attempt",
+        "_awaits_repeat",
         "_context",
         "_differentiated",
         "_is_recheck",
@@ -177,6 +178,7 @@ class Step:
         self._num_begun = 0  # micro-batches that the loop or `run` has got
         self._attempt = 0  # how often the step was begun again
         self._is_taken_over = False
+        self._awaits_repeat = False  # the body of the loop is left, and runs again
         self._num_not_updated = len(self._records)  # optimizers
         self._micro_losses: list[MicroBatchLoss] = []
         self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
@@ -287,7 +289,7 @@ class Step:
     def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context
         self._num_begun += 1
-        self._micro = micro
+        self._micro, self._awaits_repeat = micro, False
         current_step.forward = Forward(self._planned.num_micro_batches, micro.is_padding)
         if context.checks_rows:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
@@ -332,6 +334,7 @@ class Step:
         self._planned = cut(self._planned)
         self._micro, self._num_begun, self._micro_losses = None, 0, []
         self._attempt += 1
+        self._awaits_repeat = True
 
     def take_over(self) -> None:
         """Another rank has finished this step, and its state was loaded: nothing is left to do in it."""
@@ -506,7 +509,7 @@ class Step:
 
         Collective: all ranks, once for all optimizers or once for each.
         """
-        if self._is_taken_over:
+        if self._is_taken_over or self._awaits_repeat:
             return
         context = self._context
         records = self._records_of(optimizer)

@@ -628,7 +628,7 @@ class Training:
         try:
             words = control.end_step(step.number, loss, count, step._micro_losses, now=now)
         except RuntimeError as error:
-            if is_last or control.agreed.best:
+            if is_last:
                 self.job.reraise(error)
             self._recover(error, step)
             control.own.save |= is_due  # the new process is not in this step: all save a later one
@@ -651,7 +651,7 @@ class Training:
 
     def _offer_recovery(self) -> None:
         """Tell the launcher whether this training can go on when another rank has been replaced."""
-        why_not = recovery.why_not(self.models, self._context, self.batches)
+        why_not = self._why_not_in_place()
         if why_not:
             log.once(f"--recover in-place: after a failure all ranks start again; {why_not}.")
         elif job_recovery.is_on(os.environ):
@@ -660,14 +660,21 @@ class Training:
         has_use = self._recovers or self._may_save_alone
         self._buffers = Buffers(self.models) if has_use else None
 
+    def _why_not_in_place(self) -> str:
+        return recovery.why_not(self.models, self._context, self.batches, keeps=self._state.keeps)
+
     def _recover(self, error: RuntimeError, step: Step) -> None:
         """Connect to the other ranks again, and bring all to the newest state; then go on with the step.
 
         Raises:
             RuntimeError: `error`, or the failure behind it: this training cannot recover from it.
         """
-        if not self._recovers or not job_recovery.is_lost_peer(error):
+        saves_best = self._control.agreed.best or (
+            self.checkpoints is not None and self.checkpoints.saves_best
+        )
+        if not self._recovers or saves_best or not job_recovery.is_lost_peer(error):
             self.job.reraise(error)
+        is_cancelled = self.checkpoints is not None and self.checkpoints.is_saving
         if not step.is_done and self._buffers is not None:
             self._buffers.restore()  # before another rank gets them
         self._connect_again(error)
@@ -675,6 +682,7 @@ class Training:
         assert self.job.exchange is not None
         self.job.exchange.begin_loop()
         self._control.begin_again(self.number)
+        self._control.own.save |= is_cancelled
         self._context.num_skipped_in_row = 0
         if self.number < step.number:
             step.begin_again(self.batches.begin_again)
@@ -698,7 +706,7 @@ class Training:
             self._load(saved)
         self._replica_check.reset(self.number)
         if self.checkpoints is not None:
-            self.checkpoints.begin_again()
+            self.checkpoints.begin_again(job)
         self._report.forget_pending()
         job_recovery.tell_launcher("recovered", step=self.number, generation=job.generation)
 
@@ -776,7 +784,7 @@ class Training:
             return
         self.job.check_loop_exit()
         if self.job.is_lone:
-            why_not = recovery.why_not(self.models, self._context, self.batches)
+            why_not = self._why_not_in_place()
             self._connect_again(job_recovery.needs_all_ranks(why_not or "the state of the others"))
             self._has_connected_again = True
             return

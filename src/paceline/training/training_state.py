@@ -56,6 +56,11 @@ class TrainingState:
         """
         self._content = self._batches.content()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether objects with a state are kept."""
+        return any(thing.state_dict() for thing in self._kept.values())
+
     def keep(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the state; see `Training.keep`."""
         for name, thing in objects.items():
