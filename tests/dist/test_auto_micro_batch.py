@@ -197,7 +197,7 @@ def _joins_again(job: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("nproc", "mesh", "options"),
     [
-        (2, None, {}),
+        pytest.param(2, None, {}, marks=pytest.mark.ci),
         pytest.param(3, None, {"reshard_after_forward": False}, marks=pytest.mark.ci),
         pytest.param(4, paceline.Mesh(dp_replicate=2, dp_shard=2), {}, marks=pytest.mark.ci),
     ],
