@@ -93,7 +93,7 @@ class Job:
         preempted: the preemption that ends the job, if one does.
         left_loops: the training loops that this rank left early, until `check_loop_exit`.
         generation: how often the ranks have connected again; see `reconnect`.
-        is_lone: whether this process replaces one that has failed, and has not connected to the others yet.
+        is_replacement: whether this process replaces a failed one, and has not connected to the others yet.
 
     Collective: as the methods say.
     """
@@ -131,7 +131,7 @@ class Job:
         self.preempted: Preempted | None = None
         self.left_loops: list[LeftLoop] = []
         self.generation = 0
-        self.is_lone = False
+        self.is_replacement = False
         self._backend = ""
         self._base_store: dist.Store | None = None  # of all generations
         self._leave_actions: dict[int, Callable[[], None]] = {}
@@ -376,20 +376,19 @@ class Job:
         Collective: all ranks; a process that replaces another one calls it before its training begins.
         """
         assert self._base_store is not None
-        if not self.is_lone:
+        if not self.is_replacement:
             self._close_groups()
             following = self.generation + 1
-            step = current_step.step
-            if not recovery.tell_launcher("waits", step=step, generation=following):
+            if not recovery.tell_launcher("waits", generation=following):
                 raise cause
             recovery.await_announcement(following, cause)
             self.generation = following
         current_step.step = 0  # ranks whose calls name different steps would disagree
         store = dist.PrefixStore(f"generation/{self.generation}", self._base_store)
         recovery.await_ranks(store, self.rank, self.world_size, cause)
-        if self.is_lone:
+        if self.is_replacement:
             self._close_groups()
-            self.is_lone = False
+            self.is_replacement = False
         hook = sys.excepthook  # each call of init_process_group wraps it
         self.store = store
         _make_groups(self, self._backend, store)
@@ -552,10 +551,10 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
         job.store = rendezvous.connect_store(info, timeout_s=job.timeout_s, store=store)
     job._base_store, job._backend = job.store, backend
     job.generation = recovery.first_generation(os.environ)
-    job.is_lone = job.generation > 0
+    job.is_replacement = job.generation > 0
     hook = sys.excepthook
-    if job.is_lone:
-        _make_lone_groups(job)
+    if job.is_replacement:
+        _make_replacement_groups(job)
     else:
         # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
         job.peers = _peers(job, job.store)
@@ -571,7 +570,7 @@ def _peers(job: Job, store: dist.Store) -> Peers:
     return Peers(dist.PrefixStore(failures.PREFIX, store), job.rank, job.world_size)
 
 
-def _make_lone_groups(job: Job) -> None:
+def _make_replacement_groups(job: Job) -> None:
     """The groups of a process that replaces one that has failed, until its training begins."""
     recovery.register()
     job.peers = _peers(job, dist.HashStore())
@@ -579,7 +578,7 @@ def _make_lone_groups(job: Job) -> None:
         recovery.NAME, store=dist.HashStore(), rank=job.rank, world_size=job.world_size
     )
     job.group = job.control = dist.group.WORLD
-    job.exchange = recovery.LoneExchange(job.world_size)
+    job.exchange = recovery.ReplacementExchange(job.world_size)
 
 
 def _make_groups(job: Job, backend: str, store: dist.Store) -> None:

@@ -5,8 +5,8 @@ generation of connections to all ranks. A rank whose collective broke closes its
 announcement, and connects to the others of the new generation (`Job.reconnect`).
 
 The new process runs the script from the beginning, and the others do not take part. So it starts with process
-groups that refuse every collective (`LoneGroup`), and an exchange in which all ranks give its own values
-(`LoneExchange`). When its training begins, it connects to the others and gets their state.
+groups that refuse every collective (`ReplacementGroup`), and an exchange in which all ranks give its own
+values (`ReplacementExchange`). When its training begins, it connects to the others and gets their state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from paceline.errors import StepError
 from paceline.job.exchange import Exchange
 
-NAME = "paceline_lone"
+NAME = "paceline_replacement"
 # The generation that a process begins with: 0 for all ranks that the launcher starts together.
 _VARIABLE = "PACELINE_GENERATION"
 SET_UP = "set up"  # the name of calls before a training, in which all ranks give equal values
@@ -80,7 +80,7 @@ def await_ranks(store: dist.Store, rank: int, world_size: int, cause: BaseExcept
         time.sleep(_POLL_S)
 
 
-class LoneGroup(dist.ProcessGroup):
+class ReplacementGroup(dist.ProcessGroup):
     """The process group of a rank whose peers are in their training. Collectives raise a StepError."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -100,17 +100,17 @@ class LoneGroup(dist.ProcessGroup):
     alltoall = alltoall_base = all_to_all_single = send = recv = recv_anysource = _refuse
 
 
-def _create(store: Any, rank: int, size: int, timeout: Any) -> LoneGroup:
-    return LoneGroup(rank, size)
+def _create(store: Any, rank: int, size: int, timeout: Any) -> ReplacementGroup:
+    return ReplacementGroup(rank, size)
 
 
 def register() -> None:
-    """Register the backend of `LoneGroup` with torch.distributed in this process."""
+    """Register the backend of `ReplacementGroup` with torch.distributed in this process."""
     if not dist.is_backend_available(NAME):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
-class LoneExchange(Exchange):
+class ReplacementExchange(Exchange):
     """Answers with this rank's own values for all ranks. What they would tell it comes with their state."""
 
     def __init__(self, size: int) -> None:

@@ -3,7 +3,7 @@
 The ranks of a training that can go on say so ("recovers"). When one of them fails, the launcher lets a
 standby process become that rank, waits until the collectives of the others have broken ("waits"), announces a
 new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
-happens in between, or the same rank fails twice in one step, all ranks start again.
+happens in between, or an error repeats the last one, all ranks start again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 # What a standby process imports. The first optimizer or DDP object imports torch's compiler.
 _STANDBY = f"torch.distributed,{COMPILER},paceline.training.trainer"
 _TURN_S = 0.1
-_Key = tuple[tuple[int, ...], int]
 
 
 class _Impossible(Exception):
@@ -41,12 +40,11 @@ class InPlace:
         self._local, self._check = local_ranks, check
         self.first_failure: FirstFailure | None = None
         self._generation = 0
-        self._last: _Key | None = None  # the ranks that failed last, and the step of the others
         self._specs: list[RankSpec] = []
 
     def begin_round(self, specs: list[RankSpec]) -> list[RankSpec]:
         """All ranks start: what they run."""
-        self._generation, self._last = 0, None
+        self._generation = 0
         self._specs = [_in_generation(spec, 0) for spec in specs]
         return self._specs
 
@@ -66,8 +64,12 @@ class InPlace:
         """Whether a rank waits, because its collectives have broken, although none has ended."""
         return any(self._waits(rank) for rank in self._local.ranks)
 
-    def recover(self) -> bool:
-        """Replace the ranks that have failed. False if all must start again: `ranks` is as it was."""
+    def recover(self, before: FirstFailure | None) -> bool:
+        """Replace the ranks that have failed. False if all must start again: `ranks` is as it was.
+
+        Args:
+            before: The failure before this one. One that repeats it is not recovered from.
+        """
         local, began = self._local, time.monotonic()
         failed: list[Rank] = []
         new: list[Rank] = []
@@ -77,7 +79,7 @@ class InPlace:
             )
             failed = [rank for rank in local.ranks if not self._waits(rank)]
             outcomes = [rank.outcome() for rank in failed]
-            self._refuse(outcomes)
+            self._refuse(outcomes, before)
             self._generation += 1
             for rank in failed:
                 spec = _in_generation(self._specs[rank.local_rank], self._generation)
@@ -94,7 +96,7 @@ class InPlace:
         self._say(outcomes, new, time.monotonic() - began)
         return True
 
-    def _refuse(self, outcomes: Sequence[RankOutcome]) -> None:
+    def _refuse(self, outcomes: Sequence[RankOutcome], before: FirstFailure | None) -> None:
         """Refuse failures after which all ranks must start again."""
         if len(outcomes) == len(self._local.ranks):
             raise _Impossible("no rank is left")
@@ -102,10 +104,11 @@ class InPlace:
             raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
         if ended := [each.rank for each in outcomes if not each.failed]:
             raise _Impossible(f"{name_ranks(ended)} has ended")
-        key = tuple(each.rank for each in outcomes), _last_step(self._local.ranks, "waits")
-        if outcomes and key == self._last:
-            raise _Impossible(f"{name_ranks(key[0])} failed in step {key[1]} again")
-        self._last = key
+        first = find_first_failure(outcomes)
+        if first is not None and before is not None and first.repeats(before):
+            raise _Impossible(
+                f"rank {first.original.rank} failed in step {first.original.step} again"
+            )
 
     def _say(self, outcomes: Sequence[RankOutcome], new: Sequence[Rank], took_s: float) -> None:
         text = "the connections between the ranks broke; they have connected again"
@@ -113,7 +116,7 @@ class InPlace:
             pids = " ".join(str(rank.pid) for rank in new)
             ranks = name_ranks(each.rank for each in outcomes)
             text = f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
-        step = _last_step(self._local.ranks, "recovered")
+        step = max((e.step for r in self._local.ranks if (e := r.has_sent("recovered"))), default=0)
         self._local.say(f"{text}, in {took_s:.1f} s, after step {step}")
 
     def _waits(self, rank: Rank) -> bool:
@@ -131,10 +134,9 @@ class InPlace:
         local = self._local
         while not is_so():
             for rank in local.ranks:
-                has_ended, is_mute = rank.returncode is not None, rank.is_mute()
                 if rank.ended_badly and may_fail:
                     continue
-                if has_ended or is_mute or rank.ended_badly:
+                if rank.returncode is not None or rank.control_closed() or rank.ended_badly:
                     error = rank.outcome().error
                     how = "ended" if error is None else f"failed: {error.text}"
                     raise _Impossible(f"rank {rank.rank} {how}")
@@ -143,11 +145,6 @@ class InPlace:
             local.wait_change(_TURN_S)
             local.kill_suspended()
             self._check()
-
-
-def _last_step(ranks: Sequence[Rank], event: str) -> int:
-    """The latest step in which a rank has sent this event."""
-    return max((e.step for rank in ranks if (e := rank.has_sent(event)) is not None), default=0)
 
 
 def _in_generation(spec: RankSpec, generation: int) -> RankSpec:

@@ -51,7 +51,7 @@ _GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
 _STATE_S = 1.0  # how long running ranks may take to report their state after a failure
-_MUTE_S = 1.0
+_CONTROL_CLOSED_S = 1.0
 _SUSPENDED_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank. Those of the last seconds matter.
 _RECORDED_COLLECTIVES = "256"
@@ -65,7 +65,6 @@ _START_FIXES = {
     errno.ENOEXEC: "give the script a first line such as `#!/bin/bash`.",
 }
 _NO_SIZE = bytes(8)
-GIVEN_UP = -1  # the generation that tells ranks to end, see `paceline.job.recovery`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +256,9 @@ class Rank:
         """Whether it has reported an error and will end by itself."""
         return any(event.event == "final_error" for event in list(self.events))
 
-    def is_mute(self) -> bool:
+    def control_closed(self) -> bool:
         """Whether it runs without its control socket. The socket of a rank that ends closes just before."""
-        return time.monotonic() - self._closed_at > _MUTE_S
+        return time.monotonic() - self._closed_at > _CONTROL_CLOSED_S
 
     def has_sent(self, name: str, *, generation: int = 0) -> Event | None:
         """The last event of this name, of a generation or a later one; None if there is none."""
@@ -616,7 +615,7 @@ class LocalRanks:
         for rank in self.ranks:
             if rank.reported_error:
                 continue
-            rank.send({"do": "recover", "generation": GIVEN_UP})
+            rank.send({"do": "give_up_recovery"})
             if not may_save:
                 rank.told_to_end_at = rank.told_to_end_at or time.time()
                 if rank.saves_after_failure and not rank.hung:

@@ -458,7 +458,9 @@ class Supervisor:
 
     def _recover(self) -> bool:
         """Replace failed ranks while the others keep their processes; False if all must start again."""
-        if self._restarts_left <= 0 or self._in_place is None or not self._in_place.recover():
+        if self._restarts_left <= 0 or self._in_place is None:
+            return False
+        if not self._in_place.recover(self._first_failure):
             return False
         self._restarts += 1
         self._first_failure = self._in_place.first_failure

@@ -142,6 +142,9 @@ class Control:
             case "recover":
                 if recovery := sys.modules.get("paceline.job.recovery"):
                     recovery.announced.add(request["generation"])
+            case "give_up_recovery":
+                if recovery := sys.modules.get("paceline.job.recovery"):
+                    recovery.announced.add(recovery.GIVEN_UP)
             case "ignore_preemption":
                 _ignore_preemption()
 

@@ -106,14 +106,14 @@ def ddp(
             bucket_cap_mb=None if bucket_mb == DEFAULT_BUCKET_MB else float(bucket_mb),
             find_unused_parameters=find_unused,
             gradient_as_bucket_view=True,
-            init_sync=not job.is_lone,  # else the weights come with the state of the other ranks
+            init_sync=not job.is_replacement,  # else the weights come with the state of the other ranks
             **_no_buffer_broadcast(),
         )
         wrapper.compress = compress
         _set_up_reduction(job, wrapper)
     except RuntimeError as error:
         job.reraise(error)
-    if not job.is_lone:
+    if not job.is_replacement:
         equalize_buffers(job, wrapper)
     return wrapper
 

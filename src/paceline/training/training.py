@@ -692,7 +692,7 @@ class Training:
     def _connect_again(self, cause: BaseException) -> None:
         """Connect to the other ranks, and get the newest state if this rank is behind."""
         job = self.job
-        step = -1 if job.is_lone else self.number
+        step = -1 if job.is_replacement else self.number
         job.reconnect(cause)
         for model in self.models:
             wrapper = find_wrapper(model)
@@ -783,7 +783,7 @@ class Training:
         if self._is_resumed:
             return
         self.job.check_loop_exit()
-        if self.job.is_lone:
+        if self.job.is_replacement:
             why_not = self._why_not_in_place()
             self._connect_again(job_recovery.needs_all_ranks(why_not or "the state of the others"))
             self._has_connected_again = True
