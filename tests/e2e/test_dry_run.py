@@ -45,7 +45,7 @@ def test_a_rank_does_two_steps_and_leaves_no_trace(tmp_path: Path) -> None:
     assert "step 3" not in ended.out
     assert "the end" not in ended.out
     # Ranks 0 to 7 have one of the 8 rows of each weight and bias: 4 * (8 + 1) numbers of 4 bytes.
-    assert "144 B of 1 KiB" in ended.out
+    assert "144 B on this rank, 1 KiB unsharded" in ended.out
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -98,11 +98,12 @@ with paceline.join(seed=1, mesh=paceline.Mesh(pp=2, dp_shard=-1)) as job:
 @pytest.mark.parametrize(
     ("rank", "schedule", "held"),
     [
-        (2, "1f1b", "5 KiB of 10 KiB"),  # [32, 64], [64], [64, 8] and [8] over 2 ranks
-        pytest.param(0, "1f1b", "1 KiB of 3 KiB", marks=pytest.mark.ci),
-        pytest.param(2, "gpipe", "5 KiB of 10 KiB", marks=pytest.mark.ci),
-        pytest.param(2, "interleaved", "2 KiB of 4 KiB", marks=pytest.mark.ci),
-        pytest.param(2, "zero_bubble", "5 KiB of 10 KiB", marks=pytest.mark.ci),
+        # Parameters [32, 64], [64], [64, 8] and [8] over 2 ranks.
+        (2, "1f1b", "5 KiB on this rank, 10 KiB unsharded"),
+        pytest.param(0, "1f1b", "1 KiB on this rank, 3 KiB unsharded", marks=pytest.mark.ci),
+        pytest.param(2, "gpipe", "5 KiB on this rank, 10 KiB unsharded", marks=pytest.mark.ci),
+        pytest.param(2, "interleaved", "2 KiB on this rank, 4 KiB unsharded", marks=pytest.mark.ci),
+        pytest.param(2, "zero_bubble", "5 KiB on this rank, 10 KiB unsharded", marks=pytest.mark.ci),
     ],
 )
 def test_a_stage_of_a_pipeline(rank: int, schedule: str, held: str, tmp_path: Path) -> None:

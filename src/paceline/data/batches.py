@@ -261,7 +261,8 @@ class Batches:
         error = RankDisagreement(
             f"rank {rank} has other samples than rank 0 in a dataset of the same size.",
             why="the ranks share one order of the samples, so some would be used twice and others never.",
-            fix="build the same dataset on all ranks: sort the names of files, and seed what is random.",
+            fix="build the same dataset on all ranks: sort the names of files, and draw random data after "
+            "paceline.join, which seeds all ranks alike.",
             values=found,
         )
         if self._job.one_host:

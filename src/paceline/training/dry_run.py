@@ -60,13 +60,13 @@ def lines(
     return [
         f"dry run of rank {job.rank} of {job.world_size}{mesh}:",
         f"  a step                   {planned.num_samples} samples; {number} micro-batches on this rank",
-        f"  parameters               {format_bytes(_held(parameters))} of "
-        f"{format_bytes(_whole(parameters))} in this rank's layers",
+        f"  parameters               {format_bytes(_held(parameters))} on this rank, "
+        f"{format_bytes(_whole(parameters))} unsharded",
         f"  gradients                {format_bytes(_held(gradients))}",
         f"  optimizer state          {format_bytes(_held(states))}",
         f"  memory                   {format_bytes(peak)}: {what}",
-        f"  a checkpoint             {len(saved)} tensors, {format_bytes(_whole(saved.values()))} of "
-        f"this rank's layers; this rank holds {format_bytes(_held(saved.values()))} of it",
+        f"  a checkpoint             {len(saved)} tensors, {format_bytes(_held(saved.values()))} on this "
+        f"rank, {format_bytes(_whole(saved.values()))} unsharded",
         "Nothing was communicated, saved or logged, and the weights have no meaning.",
     ]
 
