@@ -103,7 +103,9 @@ with paceline.join(seed=1, mesh=paceline.Mesh(pp=2, dp_shard=-1)) as job:
         pytest.param(0, "1f1b", "1 KiB on this rank, 3 KiB unsharded", marks=pytest.mark.ci),
         pytest.param(2, "gpipe", "5 KiB on this rank, 10 KiB unsharded", marks=pytest.mark.ci),
         pytest.param(2, "interleaved", "2 KiB on this rank, 4 KiB unsharded", marks=pytest.mark.ci),
-        pytest.param(2, "zero_bubble", "5 KiB on this rank, 10 KiB unsharded", marks=pytest.mark.ci),
+        pytest.param(
+            2, "zero_bubble", "5 KiB on this rank, 10 KiB unsharded", marks=pytest.mark.ci
+        ),
     ],
 )
 def test_a_stage_of_a_pipeline(rank: int, schedule: str, held: str, tmp_path: Path) -> None:
