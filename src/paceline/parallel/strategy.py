@@ -79,10 +79,10 @@ class Replay(Protocol):
         """Called before each forward."""
 
     def repeat(self) -> None:
-        """Reset the models. The next micro-batch is the newest, again: it failed, or the one after it did."""
+        """Reset the models to run the newest micro-batch again. It failed, or a later one did."""
 
     def reset(self) -> None:
-        """Discard what an unfinished micro-batch, or one that was run again, has left in the models."""
+        """Reset the models after a micro-batch that was not finished, or that was run again."""
 
 
 class Strategy:
