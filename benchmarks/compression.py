@@ -3,27 +3,24 @@
     python benchmarks/compression.py [--rounds 7] [--steps 6] [--rate 1gbit]
 
 Two ranks train a network with 33 MiB of gradients through Gloo. The sides take turns in one job, a round of
-steps each. For the shaped link each rank runs in a network namespace of its own (root and `ip`, `tc` of
-iproute2 are needed). The table shows medians over rounds, and ratios to no compression with their middle
-half.
+steps each. For the shaped link each rank is on a host of its own, see `links.py`. The table shows medians
+over rounds, and ratios to no compression with their middle half.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from links import finish, hosts, start
 from tables import publish, ratio_row
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -37,7 +34,6 @@ SIDES: dict[str, Any] = {
     "PowerSGD, rank 2": paceline.PowerSGD(rank=2, start_step=2),
 }
 _WIDTH = 2048
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 class Side:
@@ -87,70 +83,19 @@ def work(rounds: int, steps: int, out: Path) -> None:
             out.write_text(json.dumps(times))
 
 
-@contextmanager
-def shaped_link(rate: str) -> Iterator[list[str]]:
-    """Two network namespaces that a link of this rate joins; yields their names."""
-    names = [f"paceline-{os.getpid()}-{i}" for i in (0, 1)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for name, address in zip(names, _ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-            for link in ("lo", "cable"):
-                _ip("-n", name, "link", "set", link, "up")
-            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", "root", *shape)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str, list[float]]:
-    script = [
-        __file__,
-        "--worker",
-        str(out),
-        "--rounds",
-        str(arguments.rounds),
-        "--steps",
-        str(arguments.steps),
-    ]
-    run = [sys.executable, "-m", "paceline", "run"]
-    environment = {**os.environ, "PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
+    script = [__file__, f"--worker={out}"]
+    script += [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
+    more = {"PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
     if network == "loopback":
-        subprocess.run([*run, "--nproc-per-node", "2", *script], check=True, env=environment)
+        ends = [finish(start(["run", "--nproc-per-node=2", *script], out.parent, **more), 600)]
     else:
-        environment["GLOO_SOCKET_IFNAME"] = "cable"
-        nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-        nodes += ["--rdzv-endpoint", f"{_ADDRESSES[0]}:29400", "--rdzv-id", "1"]
-        with shaped_link(arguments.rate) as names:
-            running = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, *run, *nodes, *script], env=environment
-                )
-                for name in names
-            ]
-            if codes := [code for process in running if (code := process.wait())]:
-                sys.exit(f"a node ended with {codes}")
+        with hosts(2, arguments.rate) as made:
+            nodes = ["run", "--nnodes=2", "--nproc-per-node=1", f"--host={made.address(0)}"]
+            running = [made.start(n, [*nodes, *script], out.parent, **more) for n in range(2)]
+            ends = [finish(process, 600) for process in running]
+    if any(end.code for end in ends):
+        sys.exit("".join(end.err for end in ends))
     result: dict[str, list[float]] = json.loads(out.read_text())
     return result
 

@@ -45,6 +45,7 @@ class Hosts:
 
     def __init__(self, count: int, names: Mapping[int, str] | None = None) -> None:
         """Args: names: additional lines of /etc/hosts, by host."""
+        self.count = count
         key = f"{os.getpid()}-{next(_counter)}"
         self.switch = f"paceline-{key}-switch"
         self._spaces = [f"paceline-{key}-{n}" for n in range(count)]
@@ -129,9 +130,13 @@ class Hosts:
         """Run `ip` on a host."""
         self._call("ip", "-n", self._spaces[number], *words)
 
-    def call(self, number: int, *command: str) -> None:
-        """Run a short command on a host."""
-        self._call("ip", "netns", "exec", self._spaces[number], *command)
+    def call(self, number: int, *command: str) -> str:
+        """Run a short command on a host. Returns its output."""
+        return self._call("ip", "netns", "exec", self._spaces[number], *command)
+
+    def call_in_switch(self, *command: str) -> None:
+        """Run a short command in the namespace of the bridge; host 3 is at its link `port3`."""
+        self._call("ip", "netns", "exec", self.switch, *command)
 
     def _enter(self, number: int) -> list[str]:
         rename = f'hostname node{number}; exec "$@"'
@@ -146,9 +151,10 @@ class Hosts:
     def _in_switch(self, *words: str) -> None:
         self._call("ip", "-n", self.switch, *words)
 
-    def _call(self, *command: str) -> None:
+    def _call(self, *command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
 
     def close(self) -> None:
         """End what runs there, and remove the namespaces."""
