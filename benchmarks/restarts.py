@@ -1,6 +1,6 @@
 """Inject faults into a training job, and measure the time to recover and whether anything is lost.
 
-    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent,preempt] [--count 20]
+    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent,preempt,moment] [--count 20]
         [--ranks 3]
 
 Each trial runs the training `survivor.py` under `paceline run` with one fault at a random rank, step and
@@ -12,12 +12,16 @@ those of a run without faults. The recovery time is from the fault to the end of
     silent   the same with SIGSTOP instead of SIGKILL
     preempt  the launcher of a training with 50 ms steps gets SIGTERM; all ranks must end after the same step,
              and a second run continues; the time is from the signal to the end of that step on the last rank
+    moment   SIGKILL ends a random rank of one job again and again, at random moments of the training, with a
+             checkpoint every 1,000 steps; a step that any rank had completed before counts as lost if it is
+             trained again
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -52,6 +56,9 @@ SETTINGS: dict[str, Any] = {
 }
 # The world size changes during the run, so only reproducible mode gives equal results.
 NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
+# A checkpoint would be due once; the ranks that are left save the last step of each attempt.
+MOMENT_SETTINGS = SETTINGS | {"epochs": 70, "save_every": 1000, "slow_s": 0.003}
+_KILLS = 25  # of a job
 DEADLINE_S = 180.0
 
 
@@ -149,6 +156,53 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
             return f"{fault}: exit code {code}\n{(folder / 'log').read_text()}", 0.0
         found = lost(folder, settings, expected)
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
+
+
+def moment_trials(count: int, nproc: int, rng: random.Random, expected: str) -> dict[str, Any]:
+    """Kill ranks at random moments, `_KILLS` in each job. Returns a row of the table."""
+    lost_steps, wrong, done = 0, [], 0
+    while done < count:
+        kills = min(_KILLS, count - done)
+        with new_folder() as folder:
+            words = [f"--nproc-per-node={nproc}", f"--max-restarts={kills}"]
+            process = start(folder, MOMENT_SETTINGS, words)
+            try:
+                attempt = 0.0
+                for _ in range(kills):
+                    attempt = kill_in_attempt_after(attempt, folder, nproc, rng)
+                code = process.wait(DEADLINE_S)
+            except (TimeoutError, subprocess.TimeoutExpired) as error:
+                process.kill()
+                wrong.append(f"{error}\n{(folder / 'log').read_text()}")
+                break
+            steps: dict[float, list[int]] = {}  # of each attempt, those that a rank has completed
+            for row in (row for path in folder.glob("done-*") for row in rows(path)):
+                steps.setdefault(row["attempt"], []).append(row["step"])
+            ends = [(min(steps[key]), max(steps[key])) for key in sorted(steps)]
+            lost_steps += sum(
+                last + 1 - first for (_, last), (first, _) in itertools.pairwise(ends)
+            )
+            done += len(ends) - 1
+            found = lost(folder, MOMENT_SETTINGS, expected)
+            if code != 0 or found or len(ends) != kills + 1:
+                wrong.append(f"exit code {code}, {found}, steps {ends}")
+    return {"kind": "moment", "kills": done, "completed steps lost": lost_steps, "lost": wrong}
+
+
+def kill_in_attempt_after(before: float, folder: Path, nproc: int, rng: random.Random) -> float:
+    """Kill a rank of the next attempt, up to 0.6 s after all of its ranks have done a step; the attempt."""
+    victim = rng.randrange(nproc)
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        last = [found[-1] for r in range(nproc) if (found := rows(folder / f"done-{r}"))]
+        if len(last) == nproc and min(row["attempt"] for row in last) > before:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError("no step after a restart")
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.6))
+    os.kill(last[victim]["pid"], signal.SIGKILL)
+    return float(last[victim]["attempt"])
 
 
 def preempt_trial(nproc: int, rng: random.Random, expected: str) -> tuple[str, float]:
@@ -258,6 +312,10 @@ def main() -> None:
     rows = []
     expected: dict[bool, str] = {}
     for kind in kinds:
+        if kind == "moment":
+            whole = digest_without_faults(MOMENT_SETTINGS, args.ranks)
+            rows.append(moment_trials(args.count, args.ranks, rng, whole))
+            continue
         nodes = kind in ("node", "silent")
         if nodes not in expected:
             expected[nodes] = (
@@ -274,7 +332,7 @@ def main() -> None:
             for _ in range(args.count)
         ]
         rows.append({"kind": kind, **summary(trials)})
-    name = "preempt" if kinds == ["preempt"] else "restarts"
+    name = kinds[0] if kinds in (["preempt"], ["moment"]) else "restarts"
     publish(name, rows, as_json=args.json, ranks=args.ranks)
 
 

@@ -1,8 +1,8 @@
 """The training that `restarts.py` injects faults into.
 
 `restarts.py` starts it with `paceline run`, with its settings as JSON in the variable SURVIVOR. It writes to
-its folder: `ledger-RANK` (the samples of each step), `losses` (one line per step and attempt), and `kept`
-(checkpoints). They show whether a fault lost anything.
+its folder: `ledger-RANK` (the samples of each step), `done-RANK` (the steps that it has completed), `losses`
+(one line per step and attempt), and `kept` (checkpoints). They show whether a fault lost anything.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def main() -> None:
             write(f"ledger-{job.rank}", row | {"time": time.time()})
             at("update", step.number)
             step.update()
+            write(f"done-{job.rank}", {"attempt": attempt, "step": step.number, "pid": os.getpid()})
             total = float(step.loss).hex()  # a sum over ranks, so every rank calls it
             at("end", step.number)
             if job.rank == 0:

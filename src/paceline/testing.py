@@ -86,6 +86,7 @@ def run_failing_ranks(
     faults: Sequence[Fault] = (),
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
+    mesh: Mesh | None = None,
 ) -> list[RankResult]:
     """Like `run_ranks`, but return the outcome of each rank, errors included, instead of raising.
 
@@ -101,7 +102,7 @@ def run_failing_ranks(
         args,
         nproc=nproc,
         deadline_s=deadline_s,
-        options={"timeout_s": timeout_s},
+        options={"timeout_s": timeout_s, "mesh": mesh},
         store=store,
     )
     seen = dist.PrefixStore("paceline/0", store)

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainings import loss_sum, make_data, small_net
+from small_gpt import GPT, make_tokens, token_loss, wrap
+from small_trainings import loss_sum, make_data, make_training, small_net, train
 from torch import nn
 
 import paceline
+from paceline import Mesh
 from paceline.errors import NonFinite
+from paceline.job import current_step
 from paceline.testing import Fault, digest, inject, run_failing_ranks, run_ranks
 
 STEPS = 12
@@ -29,6 +32,11 @@ class Counts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         return x
+
+
+def _wait_for(checkpoint: Path) -> None:
+    while not checkpoint.exists():  # it is written in the background
+        time.sleep(0.01)
 
 
 def _train(
@@ -51,6 +59,8 @@ def _train(
     training.resume()
     start = training.number
     for step in training.steps(until=STEPS):
+        if folder is not None and step.number == LAST + 1 and start == 0:
+            _wait_for(Path(folder, "step-5"))
         inject(job, faults, step.number, "begun")
         for number, batch in enumerate(step):
             if number == 1:
@@ -109,22 +119,55 @@ def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("step-*")] == ["step-5"]
 
 
-def _sharded(job: Any, folder: str) -> None:
-    model = paceline.fsdp(job, nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, make_data(), global_batch=4)
-    checkpoints = paceline.Checkpoints(folder, every_steps=3)
-    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
-    for step in training.steps(until=9):
-        if step.number == 5 and job.rank == 1:
-            while not Path(folder, "step-3").exists():  # it is written in the background
-                time.sleep(0.01)
-            raise ValueError("a shard is lost")
-        step.run(lambda batch: model(batch[0]).square().mean())
-        step.update()
+def _sharded(job: Any, folder: str, victims: list[int]) -> Any:
+    """The step after which this run began, and the weights at its end. Saves every second step."""
+    training = make_training(
+        job,
+        wrap(job, GPT()),
+        make_tokens(9),
+        optimizer=torch.optim.Adam,
+        folder=folder,
+        count="tokens",
+    )
+    training.resume()
+    start = training.number
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        found = token_loss(model, batch)  # parameters are gathered
+        step = current_step.step
+        if victims and step == 4:
+            _wait_for(Path(folder, "step-2"))
+        inject(job, [Fault(rank=rank, step=4, kind="kill") for rank in victims], step)
+        return found
+
+    return start, digest(train(training, loss, until=6).weights)
 
 
-def test_shards_of_a_lost_rank_are_not_saved(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    run_failing_ranks(_sharded, str(folder), nproc=2)
-    assert [path.name for path in folder.glob("step-*")] == ["step-3"]
+HYBRID = Mesh(dp_replicate=2, dp_shard=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "victims", "newest"),
+    [
+        (Mesh(dp_shard=2), [1], 2),
+        # Two ranks die together.
+        pytest.param(HYBRID, [0, 3], 3, marks=pytest.mark.ci),
+        pytest.param(HYBRID, [1, 3], 2, marks=pytest.mark.ci),  # both copies of a shard
+        pytest.param(HYBRID, [3], 3, marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_replicate=2, tp=2), [1], 3, marks=pytest.mark.ci),
+        pytest.param(Mesh(dp_replicate=2, pp=2), [3], 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_model_in_parts_is_saved_if_every_part_is_left(
+    mesh: Mesh, victims: list[int], newest: int, tmp_path: Path
+) -> None:
+    size, folder = mesh.data_size * mesh.tp * mesh.pp, tmp_path / "checkpoints"
+    faults = [Fault(rank=rank, step=4, kind="kill") for rank in victims]
+    run_failing_ranks(_sharded, str(folder), victims, nproc=size, mesh=mesh, faults=faults)
+    assert max(int(path.name[5:]) for path in folder.glob("step-*")) == newest
+    if newest == 3:
+        resumed = run_ranks(_sharded, str(folder), [], nproc=size, mesh=mesh)
+        undisturbed = run_ranks(_sharded, str(tmp_path / "other"), [], nproc=size, mesh=mesh)
+        assert [start for start, _ in resumed] == [newest] * size
+        assert resumed[0][1] == undisturbed[0][1]

@@ -330,21 +330,23 @@ class Checkpoints:
         self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest, self._attempts, self._is_behind = None, 0, False
 
-    def save_alone(self, job: Job, step: int, state: Any, *, finite: Collection[str]) -> None:
-        """Save the state of a job that has failed by this rank alone; see `save`.
+    def save_after_failure(
+        self, job: Job, step: int, state: Any, *, finite: Collection[str]
+    ) -> None:
+        """Save the state of a job that has failed by the ranks of `job`, see `Job.among`; see `save`.
 
         Raises:
             CheckpointError: it is not saved; the earlier checkpoints are as they were.
 
-        Collective: none.
+        Collective: the ranks of `job`.
         """
         if (save := self._in_flight) is not None:
             self._in_flight = None
             save.cancel()
         self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest = None  # to own the folder, if another rank did
-        self._planner = Planner()  # this rank writes the shares of the others too
-        self.save(job.alone(), step, state, finite=finite)
+        self._planner = Planner()  # these ranks write the shares of the others too
+        self.save(job, step, state, finite=finite)
 
     def resume(
         self,

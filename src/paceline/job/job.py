@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -39,7 +39,7 @@ from paceline.job.all_gather import AllGather
 from paceline.job.arguments import require_positive
 from paceline.job.current_step import OUTSIDE
 from paceline.job.devices import choose_backend, choose_device
-from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange
+from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange, StoreExchange
 from paceline.job.failures import Peers
 from paceline.job.forks import wait_before_forks
 from paceline.job.mesh import DataAxis, Mesh
@@ -403,16 +403,21 @@ class Job:
         _keep_forever(self.control)
         self.group = self.control = self.exchange = None
 
-    def alone(self) -> Job:
-        """This job as one of one rank, for work after a failure, which no other rank takes part in.
+    def among(self, ranks: Sequence[int], store: dist.Store | None) -> Job:
+        """This job as one of these ranks, for work after a failure; they exchange values through the store.
 
-        Collective: none.
+        Collective: these ranks, in the same order; none if it is this one alone.
         """
         job = copy.copy(self)
-        job.rank, job.world_size, job.local_rank, job.local_world_size = 0, 1, 0, 1
+        job.rank, job.world_size = list(ranks).index(self.rank), len(ranks)
+        job.local_rank, job.local_world_size = job.rank, job.world_size
         job.group = job.control = job.store = job.exchange = job.peers = None
         job.mesh = job.device_mesh = job._data = None
         job.failed = False
+        if job.world_size > 1:
+            assert store is not None
+            job.store = store
+            job.exchange = StoreExchange(store, job.rank, job.world_size)
         return job
 
     def where(self, *, step: int | None = None, detail: str = "") -> str:

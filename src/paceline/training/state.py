@@ -34,10 +34,12 @@ def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
     A parameter's name in an optimizer is `NUMBER.NAME`: the number of its model and its name there.
     """
+    # First: this shards a model of FSDP again that a failure has left gathered.
+    states = [_state_of(model) for model in models]
     names = _parameter_names(models)
     return {
         "version": _VERSION,
-        "models": [_state_of(model) for model in models],
+        "models": states,
         "optimizers": [_named(optimizer, names) for optimizer in optimizers],
         "optimizer_types": [type(optimizer).__name__ for optimizer in optimizers],
     }

@@ -1,22 +1,24 @@
-"""Saves the last completed step when a job fails: any rank that holds a whole copy of the state can.
+"""Saves the last completed step when a job fails: any ranks that hold a whole copy of the state can.
 
 An update needs the gradients of all ranks, so a rank that fails in step `n` leaves the others with the
 weights of step `n - 1`, or of step `n` where the sums had arrived. The ranks that are left write the number
-of their last step to the job's store, and the one with the newest step saves it alone. The next start resumes
-there.
+of their last step to the job's store. One that holds the whole model at the newest step saves it alone; with
+hybrid sharding one rank for each shard does. The next start resumes there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from paceline import log
-from paceline.errors import CheckpointError, NonFinite, RankDisagreement
+from paceline.errors import CheckpointError, NonFinite, RankDisagreement, name_ranks
 from paceline.job.job import Job
+from paceline.parallel.modules import is_split
 
 # The number of steps may differ by one, so the ranks wait for each other. As a rule one has failed, and does
 # not answer.
@@ -31,31 +33,50 @@ def may_save(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, unsound)
 
 
-def save_newest(job: Job, folder: str, step: int, save: Callable[[], None]) -> None:
-    """Save the state if this rank has the newest one. Called by each rank that is left, on its own.
+def parts_of_ranks(job: Job, models: Sequence[nn.Module]) -> list[int]:
+    """For each rank which part of the models it holds: ranks with the same number hold the same."""
+    ranks = range(job.world_size)
+    if not any(map(is_split, models)):
+        return [0 for _ in ranks]
+    # Each stage of a pipeline knows its own names only, so several cannot save without the process groups.
+    if job.mesh is None or job.mesh.pp > 1:
+        return list(ranks)
+    return [job.mesh.axis_ranks(rank, "dp_replicate")[0] for rank in ranks]
+
+
+def save_newest(
+    job: Job, folder: str, step: int, parts: Sequence[int], save: Callable[[Job], None]
+) -> None:
+    """Save the newest step of which all parts are left. Called by each rank that is left, on its own.
 
     Args:
         folder: Of the checkpoints; the same on all ranks.
         step: The last completed step of this rank.
-        save: Saves the state of this rank alone.
+        parts: See `parts_of_ranks`.
+        save: Saves the state of this rank, together with the other ranks of the job that it gets.
     """
     try:
-        if _is_writer(job, folder, step):
-            began = time.monotonic()
-            save()
+        store = None if job.store is None else dist.PrefixStore(f"survivors/{folder}", job.store)
+        writers = _writers(job, store, step, parts)
+        if job.rank not in writers:
+            return
+        began = time.monotonic()
+        save(job.among(writers, store))
+        if job.rank == writers[0]:
             log.logger.info(
-                "the job has failed; rank %d has saved step %d in %s, in %.1f s.",
-                *(job.rank, step, folder, time.monotonic() - began),
+                "the job has failed; %s saved step %d in %s, in %.1f s.",
+                f"{name_ranks(writers)} {'has' if len(writers) == 1 else 'have'}",
+                *(step, folder, time.monotonic() - began),
             )
     # The failure of the job is the one to report.
     except Exception as error:
         log.logger.warning("step %d could not be saved after the failure: %s", step, error)
 
 
-def _is_writer(job: Job, folder: str, step: int) -> bool:
-    if job.store is None:
-        return True
-    store = dist.PrefixStore(f"survivors/{folder}", job.store)
+def _writers(job: Job, store: dist.Store | None, step: int, parts: Sequence[int]) -> list[int]:
+    """The ranks that save, one for each part of the models; none if a part is lost."""
+    if store is None:
+        return [job.rank]
     store.set(f"{job.rank}", f"{step}")
     began = time.monotonic()
     while True:
@@ -66,5 +87,16 @@ def _is_writer(job: Job, folder: str, step: int) -> bool:
             break
         time.sleep(_POLL_S)
     steps = {rank: int(store.get(f"{rank}")) for rank in answers}
-    newest = max(steps.values())
-    return job.rank == min(rank for rank, number in steps.items() if number == newest)
+    holders: dict[int, int] = {}
+    for newest in sorted(set(steps.values()), reverse=True):
+        holders = {parts[rank]: rank for rank in reversed(answers) if steps[rank] == newest}
+        if set(holders) == set(parts):
+            return sorted(holders.values())
+    if job.rank == min(answers):
+        lost = [rank for rank in range(job.world_size) if parts[rank] not in holders]
+        log.logger.warning(
+            "the last step is not saved: no rank that is left holds the shards of %s. The job resumes from "
+            "its last checkpoint.",
+            name_ranks(lost),
+        )
+    return []

@@ -309,7 +309,7 @@ class Training:
             return
         self._begin(epochs, until)
         self._loop_token = token = object()
-        notice.watch(self, saves_after_failure=self._may_save_alone)
+        notice.watch(self, saves_after_failure=self._may_save_after_failure)
         self._offer_recovery()
         clock.start(_new_event(self.job.device))
         hooks = [o.register_step_pre_hook(self._refuse_own_step) for o in self.optimizers]
@@ -657,7 +657,7 @@ class Training:
         elif job_recovery.is_on(os.environ):
             job_recovery.tell_launcher("recovers")
         self._recovers = job_recovery.is_on(os.environ) and not why_not
-        has_use = self._recovers or self._may_save_alone
+        has_use = self._recovers or self._may_save_after_failure
         self._buffers = Buffers(self.models) if has_use else None
 
     def _why_not_in_place(self) -> str:
@@ -910,15 +910,17 @@ class Training:
                 self.checkpoints.close(self.job)
 
     @property
-    def _may_save_alone(self) -> bool:
-        """Whether this rank holds a whole copy of the state, and has a place for it."""
-        has_place = self.checkpoints is not None and not self.job.is_dry_run
-        return has_place and self._is_resumed and not any(map(is_split, self.models))
+    def _may_save_after_failure(self) -> bool:
+        """Whether other ranks hold what this one holds, and there is a place to save it."""
+        if self.checkpoints is None or self.job.is_dry_run or not self._is_resumed:
+            return False
+        parts = survivors.parts_of_ranks(self.job, self.models)
+        return self.job.world_size == 1 or len(set(parts)) < self.job.world_size
 
     def _save_after_failure(self) -> None:
         """Save the last completed step of a job that has failed."""
         checkpoints = self.checkpoints
-        if checkpoints is None or not self._may_save_alone:
+        if checkpoints is None or not self._may_save_after_failure:
             return
         assert self.job.failure is not None
         if self._recovers and not job_recovery.is_lost_peer(self.job.failure):
@@ -934,12 +936,13 @@ class Training:
         if self.number <= checkpoints.last_saved:
             return
 
-        def save() -> None:
+        def save(job: Job) -> None:
             state = self._state.save(self.number, self.position)
             finite = self._state.trained_paths()
-            checkpoints.save_alone(self.job, self.number, state, finite=finite)
+            checkpoints.save_after_failure(job, self.number, state, finite=finite)
 
-        survivors.save_newest(self.job, str(checkpoints.folder), self.number, save)
+        parts = survivors.parts_of_ranks(self.job, self.models)
+        survivors.save_newest(self.job, str(checkpoints.folder), self.number, parts, save)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
         if self._left is None or self._left[0] not in self.job.left_loops:
