@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,8 @@ def _train(
     )
 
 
-def _fault(rank: int, kind: Any, phase: str) -> Fault:
-    return Fault(rank=rank, step=LAST + 1, kind=kind, phase=phase)
+def _fault(rank: int, kind: Any, phase: str) -> list[Fault]:
+    return [Fault(rank=rank, step=LAST + 1, kind=kind, phase=phase)]
 
 
 CASES = [
@@ -90,23 +92,29 @@ CASES = [
     (_fault(0, "kill", "begun"), 3, LAST),
     (_fault(2, "kill", "updated one"), 3, LAST + 1),
     (_fault(1, "exit", "updated"), 3, LAST + 1),
+    # A rank is blocked when another one dies.
+    pytest.param(
+        [*_fault(2, "kill", "backward"), *_fault(1, "stall", "begun")],
+        *(3, LAST),
+        marks=pytest.mark.ci,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fault", "nproc", "newest"), CASES)
+@pytest.mark.parametrize(("faults", "nproc", "newest"), CASES)
 def test_only_the_step_in_progress_is_lost(
-    fault: Fault, nproc: int, newest: int, tmp_path: Path
+    faults: list[Fault], nproc: int, newest: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "checkpoints")
-    run_failing_ranks(_train, folder, [fault], nproc=nproc, faults=[fault] if nproc > 1 else [])
+    run_failing_ranks(_train, folder, faults, nproc=nproc, faults=faults if nproc > 1 else [])
     resumed = run_ranks(_train, folder, [], nproc=nproc)
     undisturbed = run_ranks(_train, None, [], nproc=1)
     assert resumed == [(newest, undisturbed[0][1])] * nproc
 
 
 def test_the_forwards_of_the_step_in_progress_leave_no_trace(tmp_path: Path) -> None:
-    folder, fault = str(tmp_path / "checkpoints"), _fault(1, "kill", "backward")
-    run_failing_ranks(_train, folder, [fault], 1.0, Counts, nproc=2, faults=[fault])
+    folder, faults = str(tmp_path / "checkpoints"), _fault(1, "kill", "backward")
+    run_failing_ranks(_train, folder, faults, 1.0, Counts, nproc=2, faults=faults)
     resumed = run_ranks(_train, folder, [], 1.0, Counts, nproc=2)
     undisturbed = run_ranks(_train, None, [], 1.0, Counts, nproc=2)
     assert resumed[0] == (LAST, undisturbed[0][1])
@@ -119,8 +127,12 @@ def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("step-*")] == ["step-5"]
 
 
-def _sharded(job: Any, folder: str, victims: list[int]) -> Any:
-    """The step after which this run began, and the weights at its end. Saves every second step."""
+def _layout(job: Any, folder: str, victims: list[int]) -> Any:
+    """The step after which this run began, and the weights at its end. Saves every second step.
+
+    The last of the victims kills all of them at once, in the forward of step 4.
+    """
+    pids = paceline.gather(job, os.getpid())
     training = make_training(
         job,
         wrap(job, GPT()),
@@ -134,10 +146,10 @@ def _sharded(job: Any, folder: str, victims: list[int]) -> Any:
 
     def loss(model: nn.Module, batch: Any) -> Any:
         found = token_loss(model, batch)  # parameters are gathered
-        step = current_step.step
-        if victims and step == 4:
+        if current_step.step == 4 and job.rank in victims[-1:]:
             _wait_for(Path(folder, "step-2"))
-        inject(job, [Fault(rank=rank, step=4, kind="kill") for rank in victims], step)
+            for rank in victims:
+                os.kill(pids[rank], signal.SIGKILL)
         return found
 
     return start, digest(train(training, loss, until=6).weights)
@@ -150,7 +162,8 @@ HYBRID = Mesh(dp_replicate=2, dp_shard=2)
     ("mesh", "victims", "newest"),
     [
         (Mesh(dp_shard=2), [1], 2),
-        # Two ranks die together.
+        # Each of them holds the whole model.
+        pytest.param(Mesh(dp_replicate=3), [0, 2], 3, marks=pytest.mark.ci),
         pytest.param(HYBRID, [0, 3], 3, marks=pytest.mark.ci),
         pytest.param(HYBRID, [1, 3], 2, marks=pytest.mark.ci),  # both copies of a shard
         pytest.param(HYBRID, [3], 3, marks=pytest.mark.slow),
@@ -159,15 +172,14 @@ HYBRID = Mesh(dp_replicate=2, dp_shard=2)
     ],
     ids=str,
 )
-def test_a_model_in_parts_is_saved_if_every_part_is_left(
+def test_the_last_step_is_saved_if_every_part_of_the_model_is_left(
     mesh: Mesh, victims: list[int], newest: int, tmp_path: Path
 ) -> None:
     size, folder = mesh.data_size * mesh.tp * mesh.pp, tmp_path / "checkpoints"
-    faults = [Fault(rank=rank, step=4, kind="kill") for rank in victims]
-    run_failing_ranks(_sharded, str(folder), victims, nproc=size, mesh=mesh, faults=faults)
+    run_failing_ranks(_layout, str(folder), victims, nproc=size, mesh=mesh)
     assert max(int(path.name[5:]) for path in folder.glob("step-*")) == newest
     if newest == 3:
-        resumed = run_ranks(_sharded, str(folder), [], nproc=size, mesh=mesh)
-        undisturbed = run_ranks(_sharded, str(tmp_path / "other"), [], nproc=size, mesh=mesh)
+        resumed = run_ranks(_layout, str(folder), [], nproc=size, mesh=mesh)
+        undisturbed = run_ranks(_layout, str(tmp_path / "other"), [], nproc=size, mesh=mesh)
         assert [start for start, _ in resumed] == [newest] * size
         assert resumed[0][1] == undisturbed[0][1]

@@ -804,6 +804,11 @@ class Training:
             "resumed after step %d (epoch %d)%s.",
             *(self.number, self.position.epoch, _budget(self.checkpoints.save_s)),
         )
+        if self.job.restarts and not self._may_save_after_failure:
+            log.logger.info(
+                "after a failure the last checkpoint counts: the parts of the model that a rank holds are lost "
+                "with it. fsdp with Mesh(dp_replicate=2, ...) keeps a second copy, and saves the last step."
+            )
         if has_unknown:
             log.logger.warning(
                 "a scheduler was not restored and starts from its beginning, because the training does not "
