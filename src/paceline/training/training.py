@@ -806,8 +806,8 @@ class Training:
         )
         if self.job.restarts and not self._may_save_after_failure:
             log.logger.info(
-                "after a failure the last checkpoint counts: the part of the model that a rank holds is lost with "
-                "it. fsdp with Mesh(dp_replicate=2, ...) keeps a second copy, and saves the last step."
+                "after a failure the last checkpoint counts: a part of the model is lost with its rank. "
+                "fsdp with Mesh(dp_replicate=2, ...) keeps a second copy, and saves the last step."
             )
         if has_unknown:
             log.logger.warning(
