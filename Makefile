@@ -98,6 +98,7 @@ bench-all: bench
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/verdicts.py --what healthy
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/diloco.py
 
 clean:
 	rm -rf $(VENV) runs dist build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,9 +2,11 @@
 
     python benchmarks/compression.py [--rounds 7] [--steps 6] [--rate 1gbit]
 
-Two ranks train a network with 33 MiB of gradients through Gloo. The sides take turns in one job, a round of
-steps each. For the shaped link each rank is on a host of its own, see `links.py`. The table shows medians
-over rounds, and ratios to no compression with their middle half.
+Two ranks train a network with 33 MiB of gradients through Gloo: torch's DDP with torch's hooks in a plain
+loop, `paceline.ddp(compress=...)`, and `paceline.diloco(every=50)`. The sides take turns in one job, a round
+of steps each, and 50 of diloco, whose time of a step is the mean. For the shaped link each rank is on a host
+of its own, see `links.py`. The table shows medians over rounds, ratios to `ddp` without compression with
+their middle half, and what a rank sends in a step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +26,47 @@ import torch
 from links import finish, hosts, start
 from tables import publish, ratio_row
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import paceline
 
-SIDES: dict[str, Any] = {
-    "none": None,
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "PowerSGD, rank 2": paceline.PowerSGD(rank=2, start_step=2),
+EVERY = 50
+Wrap = Callable[[Any, nn.Module], nn.Module]
+
+
+def ddp(**options: Any) -> Wrap:
+    return partial(paceline.ddp, **options)
+
+
+def diloco(**options: Any) -> Wrap:
+    return partial(paceline.diloco, every=EVERY, **options)
+
+
+SIDES: dict[str, Wrap | None] = {
+    "none": ddp(),
+    "fp16": ddp(compress="fp16"),
+    "bf16": ddp(compress="bf16"),
+    "PowerSGD, rank 2": ddp(compress=paceline.PowerSGD(rank=2, start_step=2)),
+    "torch, fp16 hook": None,
+    "torch, PowerSGD hook": None,
+    f"diloco, every {EVERY}": diloco(),
+    f"diloco, every {EVERY}, int8": diloco(outer_dtype="int8"),
 }
 _WIDTH = 2048
 
 
 class Side:
-    def __init__(self, job: Any, compress: Any) -> None:
+    def __init__(self, job: Any, name: str) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(
             nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH), nn.ReLU(),
             nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10),
         )  # fmt: skip
-        self.model = paceline.ddp(job, net, compress=compress)
+        self.name = name
+        wrap = SIDES[name]
+        self.model = _torch_ddp(net, name) if wrap is None else wrap(job, net)
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(
             torch.randn(512, 64, generator=generator),
@@ -51,53 +74,98 @@ class Side:
         )
         batches = paceline.Batches(job, data, global_batch=16)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        training = paceline.Training(job, self.model, optimizer, batches, desync_every=0)
-        self.steps: Iterator[Any] = iter(training.steps())
+        if wrap is None:
+            self.steps = self._plain_loop(job, data, optimizer)
+        else:
+            training = paceline.Training(job, self.model, optimizer, batches, desync_every=0)
+            self.steps = self._loop(training)
 
-    def round(self, count: int) -> float:
-        """Run `count` steps; returns the median time of a step in seconds."""
-        took = []
+    def round(self, count: int) -> tuple[float, float]:
+        """Run `count` steps; returns the time of a step in seconds, and the bytes that this rank has sent."""
+        took, before = [], _sent_bytes()
+        count = EVERY if "diloco" in self.name else count
         for _ in range(count):
             began = time.perf_counter()
-            step = next(self.steps)
+            next(self.steps)
+            took.append(time.perf_counter() - began)
+        middle = statistics.fmean if "diloco" in self.name else statistics.median
+        return middle(took), (_sent_bytes() - before) / count
+
+    def _loop(self, training: paceline.Training) -> Generator[None]:
+        for step in training.steps():
             step.run(self._loss, reduction="sum")
             step.update()
-            took.append(time.perf_counter() - began)
-        return statistics.median(took)
+            yield
+
+    def _plain_loop(
+        self, job: Any, data: TensorDataset, optimizer: torch.optim.Optimizer
+    ) -> Generator[None]:
+        x, y = data.tensors
+        while True:
+            for ids in torch.randperm(len(data)).split(16):  # type: ignore[no-untyped-call]
+                own = ids[job.rank :: job.world_size]
+                (self._loss((x[own], y[own])) / len(own)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
 
     def _loss(self, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction="sum")
 
 
+def _torch_ddp(net: nn.Module, name: str) -> nn.Module:
+    wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    if "fp16" in name:
+        wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+        )
+        wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapper
+
+
+def _sent_bytes() -> int:
+    """What this host has sent to others; 0 without a link of its own."""
+    path = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(path.read_text()) if path.exists() else 0
+
+
 def work(rounds: int, steps: int, out: Path) -> None:
     """One rank of the job."""
-    with paceline.join() as job:
-        sides = {name: Side(job, compress) for name, compress in SIDES.items()}
+    mesh = paceline.Mesh(dp_replicate=2)  # so that diloco takes two ranks on one host for two hosts
+    with paceline.join(mesh=mesh) as job:
+        sides = {name: Side(job, name) for name in SIDES}
         for side in sides.values():
             side.round(3)
         times: dict[str, list[float]] = {name: [] for name in sides}
+        sent: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
-                times[name].append(side.round(steps))
+                took_s, sent_bytes = side.round(steps)
+                times[name].append(took_s)
+                sent[name].append(sent_bytes)
         if job.rank == 0:
-            out.write_text(json.dumps(times))
+            out.write_text(json.dumps([times, sent]))
 
 
-def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str, list[float]]:
+def measure(
+    network: str, arguments: argparse.Namespace, out: Path
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     script = [__file__, f"--worker={out}"]
     script += [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
     more = {"PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
     if network == "loopback":
-        ends = [finish(start(["run", "--nproc-per-node=2", *script], out.parent, **more), 600)]
+        ends = [finish(start(["run", "--nproc-per-node=2", *script], out.parent, **more), 700)]
     else:
         with hosts(2, arguments.rate) as made:
             nodes = ["run", "--nnodes=2", "--nproc-per-node=1", f"--host={made.address(0)}"]
             running = [made.start(n, [*nodes, *script], out.parent, **more) for n in range(2)]
-            ends = [finish(process, 600) for process in running]
+            ends = [finish(process, 700) for process in running]
     if any(end.code for end in ends):
         sys.exit("".join(end.err for end in ends))
-    result: dict[str, list[float]] = json.loads(out.read_text())
-    return result
+    times, sent = json.loads(out.read_text())
+    return times, sent
 
 
 def main() -> None:
@@ -117,12 +185,13 @@ def main() -> None:
         if arguments.only not in (None, network):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(network, arguments, Path(folder) / "out.json")
+            found, sent = measure(network, arguments, Path(folder) / "out.json")
         for name, times in found.items():
             rows.append(
                 {
                     "network": network if network == "loopback" else f"link of {arguments.rate}",
                     "compress": name,
+                    "sent_mib": statistics.median(sent[name]) / 2**20,
                     "step_ms": 1e3 * statistics.median(times),
                     **ratio_row(times, found["none"]),
                 }

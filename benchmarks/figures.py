@@ -101,6 +101,7 @@ TABLES: dict[str, dict[str, Cell]] = {
     "compression": {
         "network": plain("network"),
         "`compress`": plain("compress"),
+        "sent, MiB a step": lambda row: f"{row['sent_mib']:.3g}" if row["sent_mib"] else "",
         "step": time("step_ms", 1e3),
         "ratio": ratio("ratio", "ratio_spread"),
     },

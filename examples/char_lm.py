@@ -21,9 +21,9 @@ VOCABULARY = 128
 PADDING = -100  # the default `ignore_index` of cross_entropy
 
 
-def make_dataset() -> TensorDataset:
-    """Lines of the json package, padded to `WINDOW` characters. Each character predicts the next one."""
-    files = sorted(Path(json.__file__).parent.glob("*.py"))
+def make_dataset(package: Path = Path(json.__file__).parent) -> TensorDataset:
+    """Lines of a package, padded to `WINDOW` characters. Each character predicts the next one."""
+    files = sorted(package.glob("*.py"))
     text = "".join(path.read_text() for path in files)
     lines = [line for line in text.splitlines() if len(line.strip()) > 1]
     # Encode all lines once, not in every epoch.

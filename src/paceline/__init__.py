@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.metrics.wandb import WandB as WandB
     from paceline.parallel.compression import PowerSGD as PowerSGD
     from paceline.parallel.ddp import ddp as ddp
+    from paceline.parallel.diloco import diloco as diloco
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
     from paceline.parallel.pipeline import pipeline as pipeline
@@ -74,6 +75,7 @@ _HOMES = {
     "CSV": "paceline.metrics.csv_table",
     "DataError": "paceline.errors",
     "ddp": "paceline.parallel.ddp",
+    "diloco": "paceline.parallel.diloco",
     "EarlyStopping": "paceline.training.callbacks",
     "evaluate": "paceline.training.evaluation",
     "Evaluation": "paceline.training.evaluation",

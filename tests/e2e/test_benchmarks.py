@@ -19,6 +19,7 @@ SMALLEST = {
     "clock": "--steps=300",
     "compression": "--rounds=1 --steps=1",
     "dataloader": "--rounds=1 --steps=2",
+    "diloco": "--steps=3 --only=loss --rate=1gbit",
     "frameworks": "--rounds=1 --only tiny",
     "gpu": "--rounds=1",
     "layouts": "--rounds=1 --steps=1 --width=64",

@@ -58,6 +58,7 @@ MAY_DEFER = {
     "job/devices.py": "the backend over mpi4py takes 10 ms, and only its jobs need it",
     "metrics/report.py": "rich takes 30 ms, and only a progress bar needs it",
     "metrics/usage.py": "psutil takes 20 ms, and only runs with a report need it",
+    "parallel/diloco.py": "FSDP2 takes 0.5 s, and only sharded models need it",
     "parallel/modules.py": "FSDP2 takes 0.5 s, and only sharded models need it",
     "parallel/strategies.py": "FSDP2 takes 0.5 s, and only sharded models need it",
     "training/trainer.py": "FSDP2 takes 0.5 s, and only split models need it",

@@ -89,7 +89,7 @@ def _refusal(path: str, what: str) -> CheckpointError:
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """One tree of what `encode` returned on the stages of a pipeline.
+    """One tree of what `encode` returned on the stages of a pipeline, or on the hosts of `diloco`.
 
     Dictionaries and lists of names are united, lists of equal length merged by element. Of other values the
     first is taken.

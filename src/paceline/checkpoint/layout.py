@@ -208,8 +208,7 @@ def _pieces(box: Box, itemsize: int) -> list[Box]:
 
 def _refuse_lost(job: Job, names: Sequence[set[str]]) -> None:
     """Raise CheckpointError if a rank has a tensor that no rank has whose values are saved."""
-    saving = [0] if job.mesh is None else job.mesh.axis_ranks(0, "pp")
-    saved = set().union(*(names[rank] for rank in saving))
+    saved = set().union(*(names[rank] for rank in job.state_ranks))
     for rank, own in enumerate(names):
         if lost := sorted(name for name in own - saved if not name.startswith(RNG)):
             raise CheckpointError(

@@ -187,9 +187,9 @@ class Checkpoints:
             return
         # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
         tree, tensors = codec.encode(state)
-        if job.mesh is not None and job.mesh.pp > 1:  # each stage knows its own names only
+        if len(job.state_ranks) > 1:  # each knows its own names only
             trees = collectives.gather(job, tree)
-            tree = codec.merge([trees[rank] for rank in job.mesh.axis_ranks(0, "pp")])
+            tree = codec.merge([trees[rank] for rank in job.state_ranks])
         self.finish(job)
         self._last_begun = time.monotonic()
         if self._newest is None:

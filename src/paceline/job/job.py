@@ -92,6 +92,8 @@ class Job:
         failure: that error; None if there is none.
         preempted: the preemption that ends the job, if one does.
         left_loops: the training loops that this rank left early, until `check_loop_exit`.
+        state_ranks: the ranks whose states together have the names of all tensors in a checkpoint: one of
+            each stage of a pipeline, or of each host of `diloco`.
         generation: how often the ranks have connected again; see `reconnect`.
         is_replacement: whether this process replaces a failed one, and has not connected to the others yet.
 
@@ -130,6 +132,7 @@ class Job:
         self.failure: BaseException | None = None
         self.preempted: Preempted | None = None
         self.left_loops: list[LeftLoop] = []
+        self.state_ranks: tuple[int, ...] = (0,)
         self.generation = 0
         self.is_replacement = False
         self._backend = ""
@@ -413,6 +416,7 @@ class Job:
         job.local_rank, job.local_world_size = job.rank, job.world_size
         job.group = job.control = job.store = job.exchange = job.peers = None
         job.mesh = job.device_mesh = job._data = None
+        job.state_ranks = (0,)
         job.failed = False
         if job.world_size > 1:
             assert store is not None
@@ -654,6 +658,7 @@ def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str
         )
     elif mesh.data_size == 1:
         job._data = DataAxis(0, 1, None, None, *_reporters(mesh, own_rank))
+    job.state_ranks = tuple(mesh.axis_ranks(0, "pp"))
     if mesh.pp > 1:
         current_step.stage = mesh.axis_ranks(own_rank, "pp").index(own_rank)
     from torch.distributed.device_mesh import DeviceMesh

@@ -32,6 +32,8 @@ from paceline.job.recovery import SET_UP
 SPLIT_BY = "_paceline_split_by"
 # Attribute of a module whose parameters stay on the meta device: where `load_weights` allocates them.
 UNFILLED = "_paceline_unfilled"
+# Attribute of a module that `diloco` has wrapped: its `Outer`.
+DILOCO = "_paceline_diloco"
 # Names of the module inside `torch.compile` and inside torch's `checkpoint_wrapper`.
 INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 # Attribute of a module that is split into stages: its `StageRunner`.
@@ -60,6 +62,8 @@ def is_split(model: nn.Module) -> bool:
 
 def wrapped_by(model: nn.Module) -> str:
     """The function that has wrapped or split `model`, such as `paceline.fsdp`; empty if none has."""
+    if DILOCO in unwrap(model).__dict__:
+        return "paceline.diloco"
     split_by: str | None = unwrap(model).__dict__.get(SPLIT_BY)
     return split_by or ("paceline.ddp" if find_wrapper(model) is not None else "")
 
@@ -239,12 +243,12 @@ def refuse_wrapped(module: nn.Module, *, wrap: str, after: Sequence[str] = ()) -
     Args:
         after: The functions that may have wrapped it.
     """
-    other = unwrap(module).__dict__.get(SPLIT_BY)
-    if find_wrapper(module) is not None:
-        other = "paceline.ddp"
-    if other in (None, *after):
+    other = wrapped_by(module)
+    if other in ("", *after):
         return
     fix = f"call {wrap} once." if other == wrap else f"leave {wrap} out, or {other}."
+    if wrap == "paceline.diloco" and other in ("paceline.ddp", "paceline.fsdp"):
+        fix = f"give diloco the plain module, and wrap={other}."
     if {wrap, other} == {"paceline.ddp", "paceline.fsdp"}:
         fix += " Replicas of a sharded model: paceline.fsdp with Mesh(dp_replicate=2, dp_shard=-1)."
     raise ConfigError(

@@ -9,6 +9,7 @@ from torch import nn
 from paceline.errors import ConfigError, listed
 from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy
+from paceline.parallel.diloco import DiLoCoStrategy
 from paceline.parallel.exact import ExactStrategy
 from paceline.parallel.modules import is_pipeline, wrapped_by
 from paceline.parallel.strategy import Strategy
@@ -27,6 +28,14 @@ def strategy_for(job: Job, models: Sequence[nn.Module], *, reproducible: bool) -
                 fix="paceline.load_weights(model, path), and make the optimizer after it.",
             )
     wraps = {wrapped_by(model) for model in models}
+    if wraps == {"paceline.diloco"}:
+        if reproducible:
+            raise ConfigError(
+                "reproducible training does not support diloco.",
+                why="each host trains with weights of its own, so the result depends on their number.",
+                fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
+            )
+        return DiLoCoStrategy
     pp = 1 if job.mesh is None else job.mesh.pp
     has_stages = any(map(is_pipeline, models))
     if pp > 1 and not has_stages:

@@ -95,11 +95,14 @@ class Strategy:
         divisor: After `finish` a gradient is the sum over all ranks divided by this number.
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
             with fewer samples then gets padding micro-batches: real samples with weight 0.
+        gradient_job: The ranks whose gradients are summed: the job, or one host of it with `diloco`.
+        hosts: The ranks of each host, if hosts have weights of their own; None: all ranks have equal ones.
         loss_unit: Losses for the log are rounded to multiples of this, so that their sum is exact; None: not.
     """
 
     divisor = 1
     loss_unit: float | None = None
+    hosts: tuple[tuple[int, ...], ...] | None = None
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class Strategy:
         optimizers: Sequence[Optimizer],
         batches: Batches,
     ) -> None:
-        self._job = job
+        self._job = self.gradient_job = job
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._padding_mode = syncbn.PaddingMode(models)
@@ -186,6 +189,19 @@ class Strategy:
 
     # Few strategies need the following.
 
+    def num_samples(self, step: PlannedStep) -> int:
+        """The number of samples whose mean has the gradient of a step."""
+        return step.num_samples
+
+    def begin_loop(self, step: int, last: int | None) -> None:
+        """A loop begins after this step, and ends with step `last` if that is known. All ranks call it."""
+
+    def after_update(self, step: int, planned: PlannedStep) -> None:
+        """All optimizers have taken this step. All ranks call it."""
+
+    def end_loop(self) -> None:
+        """The last step of a loop is done, before it is saved. All ranks call it."""
+
     def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16".
 
@@ -216,6 +232,14 @@ class Strategy:
     def wants(self, path: str) -> bool:
         """Whether this rank needs the tensor at this path of a saved state."""
         return True
+
+    def templates(self) -> dict[str, torch.Tensor]:
+        """Tensors that are sharded as those of `state_dict`, by path in a saved state."""
+        return {}
+
+    def to_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds of this rank's state; `own_part` is the inverse."""
+        return state
 
     def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The part of a saved state that belongs to parameters of this rank's models."""

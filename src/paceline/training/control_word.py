@@ -294,7 +294,7 @@ class Control:
         return [Word(requests=requests, step=sent.step, totals=totals, times=rows)]
 
     def _report_non_finite(self, step: int, total: float, losses: list[MicroBatchLoss]) -> None:
-        samples = self.gather_bad_samples(losses)
+        samples = self.gather_bad_samples(losses, self._job)
         if not self._skips_non_finite:
             raise NonFinite(
                 f"the loss became {total} in step {step}.",
@@ -309,12 +309,12 @@ class Control:
         if self._job.rank == 0:
             log.logger.warning("the loss of step %d is %s: %s.", step, total, name_samples(samples))
 
-    def gather_bad_samples(self, losses: list[MicroBatchLoss]) -> dict[int, list[int]]:
-        """By rank, the samples of the micro-batches whose loss is NaN or infinite. All ranks call it."""
+    def gather_bad_samples(self, losses: list[MicroBatchLoss], job: Job) -> dict[int, list[int]]:
+        """By rank, the samples of micro-batches whose loss is not finite. All ranks of `job` call it."""
         bad = {(each.epoch, *each.places) for each in losses if not math.isfinite(each.loss.item())}
         own = [s for epoch, *places in sorted(bad) for s in self._samples_at(epoch, places)]
-        everyone = collectives.gather(self._job, own)
-        return {rank: samples for rank, samples in enumerate(everyone) if samples}
+        everyone = collectives.gather(job, [job.rank, own])
+        return {rank: samples for rank, samples in everyone if samples}
 
     def _discard_word(self) -> None:
         """Leave the word in flight unread: it belongs to a loop that was left."""

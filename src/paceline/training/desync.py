@@ -36,6 +36,7 @@ class ReplicaCheck:
     """Compares the replicas of one training on a schedule, and when `compare` is called.
 
     Args:
+        hosts: Ranks with equal weights, if those of all data ranks are not; see `Strategy.hosts`.
         every: Number of steps between comparisons; 0 never compares. The first ones come earlier: 10 steps
             after the start, and then at doubling distances.
 
@@ -50,6 +51,7 @@ class ReplicaCheck:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[TrainedOptimizer],
         every: int,
+        hosts: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         require_integers(0, desync_every=every)
         self._job = job
@@ -60,7 +62,9 @@ class ReplicaCheck:
         world = range(job.world_size)
         axes = {tuple(world if job.mesh is None else job.mesh.data_ranks(rank)) for rank in world}
         parts: set[tuple[int, ...]] = set()
-        if job.mesh is not None:
+        if hosts is not None:
+            axes = set(hosts)
+        elif job.mesh is not None:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
         self._rank_groups = [sorted(axes), sorted(parts)]

@@ -29,6 +29,7 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica
+from paceline.parallel.diloco import outer_weights
 from paceline.parallel.modules import (
     PIPELINE,
     NoOutputOnThisStage,
@@ -152,7 +153,8 @@ def evaluate(
     share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=sharded
     )
-    own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
+    with outer_weights(model):
+        own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
     if sharded:
         free_gathered(model)
     # A rank may have a batch more than others, or read it slowly.
@@ -224,12 +226,15 @@ def parts(
     share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=False
     )
-    return _batches_of(share)
+    return _batches_of(model, share)
 
 
-def _batches_of(share: EvaluationBatches | EvaluationStream) -> Iterator[Any]:
-    for each in share:
-        yield each.batch
+def _batches_of(
+    model: torch.nn.Module, share: EvaluationBatches | EvaluationStream
+) -> Iterator[Any]:
+    with outer_weights(model):
+        for each in share:
+            yield each.batch
     if isinstance(share, EvaluationStream):
         share.check()
 

@@ -121,7 +121,9 @@ class Recheck:
     def _refuse(self, strategy: Strategy) -> None:
         require_integers(1, recheck_every=self._every)
         what, why, fix = "", "", "leave recheck_every out."
-        if type(strategy) not in (Strategy, DDPStrategy, ExactStrategy):
+        if strategy.hosts is not None:
+            what, why = "diloco", "no rank of another host has the same weights."
+        elif type(strategy) not in (Strategy, DDPStrategy, ExactStrategy):
             what = "models that are split over ranks"
             why = "no rank can compute the gradients of another one alone."
         elif self._batches.num_samples is None:

@@ -480,9 +480,10 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count_unit == "tokens"
-        divisor = self._context.token_divisor if by_tokens else self.num_samples
+        strategy = self._context.strategy
+        divisor = self._context.token_divisor if by_tokens else strategy.num_samples(self._planned)
         start = self._context.start_of(scaled, divisor, count if reduction == "mean" else 1)
-        unit = self._context.strategy.loss_unit
+        unit = strategy.loss_unit
         own = weight.as_sum(loss.detach(), count, reduction, unit)
         self._micro_losses.append(MicroBatchLoss(self.epoch, micro.places, own))
         return start, own
@@ -535,6 +536,7 @@ class Step:
             for each in self._records:
                 if each.was_stepped and each.trained.scheduler is not None:
                     each.trained.scheduler.step()
+            context.strategy.after_update(self.number, self._planned)
         for record in records:
             record.trained.clear_gradients()
         clock.enter(OTHER)
@@ -543,7 +545,9 @@ class Step:
         """Make `p.grad` the gradient of the global mean, times the loss scale, after the last backward."""
         context = self._context
         if context.count_unit == "tokens":
-            totals = weight.total_counts(context.job, [record.count for record in records])
+            totals = weight.total_counts(
+                context.strategy.gradient_job, [record.count for record in records]
+            )
             for record, total in zip(records, totals, strict=True):
                 record.total = total
         for record in records:
@@ -604,7 +608,9 @@ class Step:
             )
         if context.num_skipped_in_row < _MOST_SKIPPED or context.job.is_dry_run:
             return
-        samples = context.control.gather_bad_samples(self._micro_losses)
+        samples = context.control.gather_bad_samples(
+            self._micro_losses, self._context.strategy.gradient_job
+        )
         raise NonFinite(
             f"{_MOST_SKIPPED} steps in a row were left out: their gradients held NaN or infinity.",
             where=name_samples(samples),
@@ -630,7 +636,9 @@ class Step:
             for name, p in record.trained.named_parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
-        samples = self._context.control.gather_bad_samples(self._micro_losses)
+        samples = self._context.control.gather_bad_samples(
+            self._micro_losses, self._context.strategy.gradient_job
+        )
         because = (
             "the loss became NaN or infinite" if samples else "the loss of all ranks is finite"
         )

@@ -182,7 +182,9 @@ class Training:
         self._loop_token = object()  # of the newest loop
         self._rollback: str | None = None  # `data` of a call of `rollback` in the step in progress
         self._report = Report(job)
-        self._replica_check = ReplicaCheck(job, self.models, trained, desync_every)
+        self._replica_check = ReplicaCheck(
+            job, self.models, trained, desync_every, self._context.strategy.hosts
+        )
         if recheck_every is not None and not job.is_dry_run:
             self._context.recheck = Recheck(
                 job,
@@ -568,6 +570,7 @@ class Training:
             total = epochs * self.batches.steps_per_epoch
         if until is not None:
             total = until if total is None else min(total, until)
+        context.strategy.begin_loop(self.number, total)
         counts_tokens = context.count_unit == "tokens"
         self._report.begin(self.number, total, self._facts, counts_tokens=counts_tokens)
 
@@ -635,6 +638,9 @@ class Training:
             return
         for word in words:
             self._apply(word)
+        is_preempted = control.agreed.preempt or self.job.preempted is not None
+        if (is_last or control.agreed.stop) and not is_preempted:
+            self._context.strategy.end_loop()
         recheck = self._context.recheck
         if step.number >= self._replica_check.due:
             self._replica_check.compare_as_due(step.number)
@@ -804,7 +810,8 @@ class Training:
             "resumed after step %d (epoch %d)%s.",
             *(self.number, self.position.epoch, _budget(self.checkpoints.save_s)),
         )
-        if self.job.restarts and not self._may_save_after_failure:
+        has_parts = self._context.strategy.hosts is None
+        if self.job.restarts and has_parts and not self._may_save_after_failure:
             log.logger.info(
                 "after a failure the last checkpoint counts: a part of the model is lost with its rank. "
                 "fsdp with Mesh(dp_replicate=2, ...) keeps a second copy, and saves the last step."
@@ -918,6 +925,8 @@ class Training:
     def _may_save_after_failure(self) -> bool:
         """Whether other ranks hold what this one holds, and there is a place to save it."""
         if self.checkpoints is None or self.job.is_dry_run or not self._is_resumed:
+            return False
+        if self._context.strategy.hosts is not None:  # each host has weights of its own
             return False
         parts = survivors.parts_of_ranks(self.job, self.models)
         return self.job.world_size == 1 or len(set(parts)) < self.job.world_size

@@ -81,7 +81,7 @@ class TrainingState:
         Its tensors share memory with the models and optimizers.
         """
         context = self._context
-        return state.save(self._models, self._optimizers) | {
+        saved = state.save(self._models, self._optimizers) | {
             "step": number,
             "position": [position.seed, position.epoch, position.offset],
             "data": self._batches.identity() | {"precision": context.precision.name},
@@ -96,6 +96,7 @@ class TrainingState:
             "kept": self._states_kept(is_optional=False),
             "optional": self._states_kept(is_optional=True),
         }
+        return context.strategy.to_save(saved)
 
     def _states_kept(self, *, is_optional: bool) -> dict[str, Any]:
         return {
@@ -111,6 +112,17 @@ class TrainingState:
             CheckpointError: the state does not fit this training; nothing was changed.
         """
         context = self._context
+        has_hosts = "hosts" in (saved["strategy"] or {})
+        if has_hosts != (context.strategy.hosts is not None):
+            raise CheckpointError(
+                f"the checkpoint was trained with{'' if has_hosts else 'out'} diloco, this training is "
+                f"with{'out' if has_hosts else ''} it.",
+                why="the checkpoint holds an optimizer for each host."
+                if has_hosts
+                else "the checkpoint has no state of the outer optimizer.",
+                fix="give this training a folder of its own, and load the weights with "
+                "paceline.load_weights.",
+            )
         saved = context.strategy.own_part(saved)
         state.check(self._models, self._optimizers, saved)
         self._refuse_other(saved)
@@ -214,6 +226,7 @@ class TrainingState:
         """A function from a path in a saved state to a tensor that is sharded as the loaded one must be."""
         kept = {name: thing.state_dict() for name, thing in self._kept.items()}
         _, tensors = codec.encode({"kept": kept, "optional": kept})
+        tensors |= self._context.strategy.templates()
         return state.templates(self._models, self._optimizers, tensors)
 
     def trained_paths(self) -> list[str]:
