@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
-COMMANDS := run verify top report profile doctor explain ckpt job init
+COMMANDS := run verify top report profile plan doctor explain ckpt job init
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help setup demo check docs test test-ci test-slow test-all test-gpu bench bench-all clean

@@ -24,6 +24,7 @@ COMMANDS = (
     "top",
     "report",
     "profile",
+    "plan",
     "doctor",
     "explain",
     "ckpt",

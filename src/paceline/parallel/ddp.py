@@ -251,9 +251,10 @@ class DDPStrategy(Strategy):
         set_sync(self._wrappers, True)
 
     def facts(self) -> dict[str, Any]:
+        compress = [getattr(wrapper, "compress", None) for wrapper in self._wrappers]
         return {
             "bucket_bytes": max((w.bucket_bytes_cap for w in self._wrappers), default=0),
-            "compress": any(getattr(w, "compress", None) for w in self._wrappers),
+            "compress": str(next(filter(None, compress), "")),
         }
 
 

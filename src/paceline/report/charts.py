@@ -43,6 +43,20 @@ def curve(points: Sequence[tuple[int, float]], title: str) -> Spec:
     )
 
 
+def lines(values: Sequence[Mapping[str, Any]], *, x: str, y: str, series: str) -> Spec:
+    """A line for each series. Values have these three fields; both axes are logarithmic."""
+    log = {"type": "log", "base": 2}
+    return _spec(
+        values,
+        mark={"type": "line", "point": True, "tooltip": True},
+        encoding={
+            "x": {"field": x, **_NUMBER, "scale": log},
+            "y": {"field": y, **_NUMBER, "scale": log},
+            "color": {"field": series, "type": "nominal", "sort": None, "title": None},
+        },
+    )
+
+
 def breakdown(values: Sequence[Mapping[str, Any]]) -> Spec:
     """Areas over the steps. Values have `step`, `phase`, `order` and `ms`, for one step."""
     return _spec(

@@ -49,7 +49,7 @@ from paceline.training.desync import ReplicaCheck
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.recheck import Recheck
-from paceline.training.run_facts import job_facts
+from paceline.training.run_facts import job_facts, model_facts
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
 from paceline.training.training_state import TrainingState
@@ -594,6 +594,7 @@ class Training:
             "reproducible": self.reproducible,
         }
         facts |= strategy.facts() | self.batches.facts()
+        facts |= model_facts(self.models, self.optimizers, facts.get("bucket_bytes", 0))
         if self.checkpoints is not None:
             facts |= self.checkpoints.facts()
         return facts

@@ -1,0 +1,259 @@
+"""How long a step takes on more nodes: the time of its parts on one node, and the cost of communication. Pure.
+
+The cost of a message of n bytes between two hosts is alpha + n / beta: latency and bandwidth of the link
+(Hockney, 1994). Collectives are rings, as in Gloo and NCCL for large tensors:
+
+- Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005: the cost
+  of reduce-scatter, all-gather and all-reduce in terms of alpha and beta.
+- Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: a ring over
+  all ranks of several hosts uses each link between hosts once in each direction, so the ranks of a host
+  share one message.
+
+DDP sums a bucket while the backward computes the next one (Li et al.: "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", 2020). What is left at the end of the backward is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+_LINK_LEAST = 0.9  # of the bandwidth: the slow end of the band
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of each host to the others.
+
+    Args:
+        bytes_per_s: Payload in one direction.
+        latency_s: Of a message.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+    def half_ring_s(self, ranks: int, size_bytes: float) -> float:
+        """A ring reduce-scatter or all-gather of a tensor of `size_bytes`: (p - 1) (alpha + n / p / beta)."""
+        return (ranks - 1) * (self.latency_s + size_bytes / ranks / self.bytes_per_s)
+
+    def all_reduce_s(self, ranks: int, size_bytes: float) -> float:
+        """A ring all-reduce: a reduce-scatter, then an all-gather."""
+        return 2 * self.half_ring_s(ranks, size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A step of a run, without the time that it waits for communication.
+
+    Args:
+        nodes, ranks_per_node: Of the run.
+        device: "cpu", "cuda" or "xpu".
+        layout: "DDP" or "FSDP".
+        global_batch: Samples of a step, over all ranks.
+        micro_batches: In a step, on each rank.
+        data_s, forward_s, backward_s, optimizer_s, other_s: Parts of the step; `other_s` is the rest.
+        communication_s: Exposed communication in a step of the run, beside these parts.
+        spread: The step without communication in the middle half of the windows, by its median.
+        parameters: Number of trained parameters.
+        buckets: Bytes of DDP's gradient buckets, in the order of the backward.
+        powersgd_bytes: What PowerSGD of rank 2 sends in a step.
+        compress: As given to `ddp`; empty without.
+        memory_bytes: The largest of all ranks.
+        weight_bytes: Of the whole model.
+        state_bytes: Weights, gradients and optimizer state of the whole model; None if unknown.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    device: str
+    layout: str
+    global_batch: int
+    micro_batches: int
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    other_s: float
+    communication_s: float
+    spread: tuple[float, float]
+    parameters: int
+    buckets: Sequence[float] = field(repr=False)
+    powersgd_bytes: float
+    compress: str
+    memory_bytes: float
+    weight_bytes: float
+    state_bytes: float | None
+
+    @property
+    def step_s(self) -> float:
+        """A step of the run."""
+        parts = self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
+        return parts + self.communication_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to train: how the ranks communicate.
+
+    Args:
+        name: As the table shows it.
+        kind: "DDP", "fp16", "PowerSGD", "DiLoCo", "FSDP" or "HSDP".
+        every: Steps from one sum of DiLoCo to the next.
+        accumulate: Micro-batches of the run's size, for one of the run.
+    """
+
+    name: str
+    kind: str
+    every: int = 1
+    accumulate: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a way gives on some nodes.
+
+    Args:
+        step_s: Of one step.
+        band_s: The range of it; see `estimate`.
+        exposed_s: Of the step: communication that no computation hides.
+        samples_per_s: Over all ranks.
+        limit: "computation", "data", "bandwidth", "latency", or "samples" if there are fewer than ranks.
+        memory_bytes: Of a rank; None if unknown.
+    """
+
+    nodes: int
+    ranks: int
+    step_s: float
+    band_s: tuple[float, float]
+    exposed_s: float
+    samples_per_s: float
+    limit: str
+    memory_bytes: float | None
+
+
+def ways(run: Measured, *, weak: bool) -> list[Way]:
+    """The run's own way, then those that it could take."""
+    own = run.layout
+    if run.compress:
+        own = "PowerSGD" if run.compress.startswith("PowerSGD") else "fp16"
+    found = [Way(name="as it is", kind=own)]
+    if weak:  # with the same global batch it would change nothing
+        found.append(Way(name="accumulation x4", kind=own, accumulate=4))
+    found += [
+        Way(name='compress="fp16"', kind="fp16"),
+        Way(name="PowerSGD, rank 2", kind="PowerSGD"),
+        Way(name="DiLoCo, H=50", kind="DiLoCo", every=50),
+        Way(name="DiLoCo, H=500", kind="DiLoCo", every=500),
+        Way(name="FSDP", kind="FSDP"),
+    ]
+    if run.ranks_per_node > 1:
+        found.append(Way(name="HSDP", kind="HSDP"))
+    return [found[0], *(way for way in found[1:] if (way.kind, way.accumulate) != (own, 1))]
+
+
+def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> Estimate:
+    """The time of a step.
+
+    Forward, backward and data take as long as the samples of the rank that has most; the optimizer and the
+    rest of the loop take as long as in the run. The band reaches from the fast quarter of the run's windows
+    to the slow one. At its slow end no communication overlaps with computation, and the link has 0.9 of its
+    bandwidth.
+
+    Args:
+        weak: Each rank keeps its samples, so that the global batch grows with the ranks. False: the global
+            batch stays.
+    """
+    ranks, run_ranks = nodes * run.ranks_per_node, run.nodes * run.ranks_per_node
+    batch = run.global_batch * way.accumulate
+    samples = batch * ranks / run_ranks if weak else batch
+    share = ceil(samples / ranks) / ceil(run.global_batch / run_ranks)
+    computed_s = share * (run.forward_s + run.backward_s) + run.optimizer_s + run.other_s
+    alone_s = computed_s + share * run.data_s
+    # Micro-batches keep their size while a rank has as many samples as one of them.
+    backward_s = share * run.backward_s / max(1, ceil(run.micro_batches * share))
+    if nodes == 1:
+        exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
+    else:
+        hides_s = share * run.forward_s, backward_s
+        exposed_s = _exposed_s(run, link, way, nodes, hides_s)
+        slow = Link(_LINK_LEAST * link.bytes_per_s, link.latency_s)
+        most_s = _exposed_s(run, slow, way, nodes, (0.0, 0.0))
+        latency_s = most_s - _exposed_s(run, Link(slow.bytes_per_s, 0.0), way, nodes, (0.0, 0.0))
+    parts = {
+        "computation": computed_s,
+        "data": share * run.data_s,
+        "latency" if latency_s > most_s / 2 else "bandwidth": exposed_s,
+    }
+    low, high = run.spread
+    return Estimate(
+        nodes=nodes,
+        ranks=ranks,
+        step_s=alone_s + exposed_s,
+        band_s=(low * alone_s + exposed_s, high * alone_s + max(most_s, exposed_s)),
+        exposed_s=exposed_s,
+        samples_per_s=samples / (alone_s + exposed_s),
+        limit="samples" if samples < ranks else max(parts, key=lambda name: parts[name]),
+        memory_bytes=_memory_bytes(run, way, nodes),
+    )
+
+
+def _exposed_s(
+    run: Measured, link: Link, way: Way, nodes: int, hides_s: tuple[float, float]
+) -> float:
+    """Communication that is left.
+
+    Args:
+        hides_s: The forward and the last backward of a step, which communication may overlap with.
+    """
+    forward_s, backward_s = hides_s
+    ranks, total = nodes * run.ranks_per_node, sum(run.buckets)
+    on_cpu = run.device == "cpu"
+    if way.kind == "DiLoCo":  # one sum over the nodes, of the weights' differences
+        return link.all_reduce_s(nodes, run.weight_bytes) / way.every
+    if (
+        way.kind == "HSDP"
+    ):  # the ranks of a node hold a part of each bucket, and sum it over the nodes
+        sums = [link.all_reduce_s(nodes, size) for size in run.buckets]
+        return _left_s(run.buckets, sums, 0.0 if on_cpu else backward_s)
+    if way.kind == "FSDP":
+        gathers = [link.half_ring_s(ranks, size) for size in run.buckets]
+        # Gloo's reduce-scatter is an all-reduce, of which each rank keeps a part.
+        sums = [2 * seconds if on_cpu else seconds for seconds in gathers]
+        if on_cpu:  # FSDP2 waits for each collective of Gloo
+            return 2 * sum(gathers) + sum(sums)
+        again = [seconds + more for seconds, more in zip(gathers, sums, strict=True)]
+        return max(0.0, sum(gathers) - forward_s) + _left_s(run.buckets, again, backward_s)
+    if way.kind == "PowerSGD":  # per bucket: the vectors, P and Q
+        part = run.powersgd_bytes / total / 3
+        sums = [3 * link.all_reduce_s(ranks, part * size) for size in run.buckets]
+        return _left_s(run.buckets, sums, 0.0 if on_cpu else backward_s)
+    of_gradients = min(1.0, 2 * run.parameters / total) if way.kind == "fp16" else 1.0
+    sums = [link.all_reduce_s(ranks, of_gradients * size) for size in run.buckets]
+    return _left_s(run.buckets, sums, backward_s)
+
+
+def _left_s(buckets: Sequence[float], costs_s: Sequence[float], backward_s: float) -> float:
+    """What is left of the sums of buckets at the end of the backward, which takes as long for each byte.
+
+    A bucket is summed when its gradients are ready and the bucket before is summed.
+    """
+    total, ready, end_s = sum(buckets), 0.0, 0.0
+    for size, cost_s in zip(buckets, costs_s, strict=True):
+        ready += size
+        end_s = max(end_s, backward_s * ready / total) + cost_s
+    return max(0.0, end_s - backward_s)
+
+
+def _memory_bytes(run: Measured, way: Way, nodes: int) -> float | None:
+    """The memory of a rank: as in the run, but with another part of the state."""
+    if way.kind == "DiLoCo":  # the weights of the last sum, and the momentum of the outer optimizer
+        return run.memory_bytes + 2 * run.weight_bytes
+    ranks = {"FSDP": nodes * run.ranks_per_node, "HSDP": run.ranks_per_node}.get(way.kind, 1)
+    now = run.nodes * run.ranks_per_node if run.layout == "FSDP" else 1
+    if ranks == now:
+        return run.memory_bytes
+    if run.state_bytes is None:
+        return None
+    return run.memory_bytes + run.state_bytes * (1 / ranks - 1 / now)

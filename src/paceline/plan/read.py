@@ -1,0 +1,185 @@
+"""Read what `paceline plan` needs: the step of a run from its clock.jsonl, and a link."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.clock.record import FILE, Record, Window
+from paceline.errors import ConfigError
+from paceline.plan.model import Link, Measured
+
+# Payload of a link's bits: 1448 bytes of TCP in an Ethernet frame of 1514.
+_PAYLOAD = 1448 / 1514
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_LEAST_WINDOWS = 3  # without the first, which has the warm-up
+_AGAIN = "run the script again for 10 s with this version, on one host: training.report(folder)."
+
+
+def read_step(name: str, record: Record) -> Measured:
+    """A step of the newest start of a run: the median over its windows.
+
+    Args:
+        name: The folder, for errors.
+
+    Raises:
+        ConfigError: the run has too few steps, or its record does not tell what a step on more nodes costs.
+    """
+    run, where = record.run, f"{name}/{FILE}"
+    windows = [window for window in record.windows if window.step > run.get("step", 0)][1:]
+    if not record.windows and record.skipped:
+        raise ConfigError(
+            "it has lines of another format only.",
+            where=where,
+            fix=f"give the folder of a run; or {_AGAIN}",
+        )
+    if len(windows) < _LEAST_WINDOWS:
+        raise ConfigError(
+            f"{len(windows)} windows of the newest start can be used, and {_LEAST_WINDOWS} are needed.",
+            where=where,
+            why="a window has the steps of about a second, and the first one has the warm-up.",
+            fix="let the run make more steps.",
+        )
+    _refuse_layout(run, where)
+    if missing := [
+        key for key in ("buckets", "global_batch", "local_world_size") if not run.get(key)
+    ]:
+        raise ConfigError(
+            f"the run does not tell its {', '.join(missing)}.",
+            where=where,
+            why="it was made by another version of Paceline, or trains on a stream without a fixed batch.",
+            fix=_AGAIN,
+        )
+    ranks, ranks_per_node = int(run["world_size"]), int(run["local_world_size"])
+    parts = {
+        phase: _median([sum(w.spent_s[phase]) / w.num_ranks / w.steps for w in windows])
+        for phase in ("data", "forward", "backward", "optimizer")
+    }
+    alone = [_alone_s(window) for window in windows]
+    alone_s = _median(alone)
+    samples = -(-int(run["global_batch"]) // ranks)
+    per_rank, besides = run["powersgd_bytes"]
+    rank = re.search(r"rank=(\d+)", run.get("compress") or "")
+    return Measured(
+        nodes=ranks // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        device=run["device"],
+        layout="FSDP" if run["strategy"] == "FSDP" else "DDP",
+        global_batch=int(run["global_batch"]),
+        micro_batches=-(-samples // int(run.get("micro_batch") or samples)),
+        data_s=parts["data"],
+        forward_s=parts["forward"],
+        backward_s=parts["backward"],
+        optimizer_s=parts["optimizer"],
+        other_s=max(0.0, alone_s - sum(parts.values())),
+        communication_s=_median([w.exposed_s for w in windows]),
+        spread=(_quantile(alone, 0.25) / alone_s, _quantile(alone, 0.75) / alone_s),
+        parameters=int(run["parameters"]),
+        buckets=run["buckets"],
+        powersgd_bytes=(int(rank[1]) if rank else 2) * per_rank + besides,
+        compress=run.get("compress") or "",
+        memory_bytes=max(
+            _median(ranks) for ranks in zip(*(w.memory_bytes for w in windows), strict=True)
+        ),
+        weight_bytes=run["weight_bytes"],
+        state_bytes=run["state_bytes"],
+    )
+
+
+def _alone_s(window: Window) -> float:
+    """A step of a window without communication, checkpoints and evaluation; waits for slow ranks included."""
+    left_out = sum(sum(window.spent_s[phase]) for phase in ("checkpoint", "evaluation"))
+    return window.step_s - left_out / window.num_ranks / window.steps - window.exposed_s
+
+
+def _refuse_layout(run: Mapping[str, Any], where: str) -> None:
+    """Refuse a run whose record does not tell what its communication over more nodes costs."""
+    strategy, ranks = run.get("strategy"), run.get("world_size", 1)
+    nodes = ranks // max(1, run.get("local_world_size", ranks))
+    why = ""
+    if strategy not in ("", "DDP", "FSDP"):
+        why = f"its strategy is {strategy or 'unknown'}, and only DDP, FSDP and one process can be planned."
+    elif run.get("data_ranks") != ranks:
+        why = f"its model is split over ranks ({run.get('mesh')}), whose messages clock.jsonl does not count."
+    elif strategy == "FSDP" and nodes > 1:
+        why = f"it ran on {nodes} hosts with FSDP, whose waits count as forward and backward."
+    elif ranks % max(1, run.get("local_world_size", ranks)):
+        why = "its hosts have different numbers of ranks."
+    if why:
+        raise ConfigError(
+            "this run does not tell how long its steps would take on other numbers of nodes.",
+            where=where,
+            why=why,
+            fix="make some steps on one host with ddp, fsdp, or one process, and plan from that run.",
+        )
+
+
+def read_link(text: str, device: str = "cpu") -> Link:
+    """A link: "10Gbit,50us", or a file of `paceline doctor --json` that was made on several hosts.
+
+    Args:
+        device: Of the run: with "cuda", doctor's all-reduce on GPUs counts.
+
+    Raises:
+        ConfigError: it is neither, or not more than 0.
+    """
+    if Path(text).is_file():
+        return _measured_link(text, device)
+    match = re.fullmatch(r"([\d.]+)([a-zA-Z]+)(?:,([\d.]+)([a-zA-Z]+))?", text.replace(" ", ""))
+    form = 'write it as in "10Gbit,50us", or name a file of `paceline doctor --json`.'
+    if match is None:
+        raise ConfigError(f"--link {text!r} is no link.", fix=form)
+    amount, unit, latency, unit_of_time = match.groups()
+    if unit.lower() not in _BITS or (latency and unit_of_time not in _SECONDS):
+        raise ConfigError(
+            f"--link {text!r} has an unknown unit.",
+            why=f"a rate is in {', '.join(_BITS)} (per second), a latency in {', '.join(_SECONDS)}.",
+            fix=form,
+        )
+    try:
+        bits_per_s = float(amount) * _BITS[unit.lower()]
+        latency_s = float(latency or 50) * _SECONDS[unit_of_time or "us"]
+    except ValueError as error:
+        raise ConfigError(f"--link {text!r}: {error}.", fix=form) from error
+    if bits_per_s <= 0:
+        raise ConfigError(f"--link {text!r}: the rate must be more than 0.", fix=form)
+    return Link(_PAYLOAD * bits_per_s / 8, latency_s)
+
+
+def _measured_link(path: str, device: str) -> Link:
+    """The link with which a ring all-reduce takes as long as doctor measured."""
+    try:
+        facts = json.loads(Path(path).read_text())["facts"]
+        reduces = [
+            facts_of["gpu"] if device == "cuda" else facts_of for facts_of in facts["reduce"]
+        ]
+        slowest = max(reduces, key=lambda each: each["seconds"])
+        ranks, seconds, small_s = (
+            slowest[key] for key in ("world_size", "seconds", "small_seconds")
+        )
+        steps = 2 * (ranks - 1)
+        bytes_per_s = steps / ranks * slowest["bytes"] / (seconds - small_s)
+        if not facts["links"] or bytes_per_s <= 0:
+            raise ValueError("it was measured on one host")
+        return Link(bytes_per_s, small_s / steps)
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"--link {path!r} does not hold a link that `paceline doctor` measured.",
+            why=f"{why}.",
+            fix="on all hosts: paceline run --nnodes 2 ... -m paceline doctor --json > doctor.json.",
+        ) from error
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    return float(np.quantile(values, q))
