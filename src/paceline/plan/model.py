@@ -1,4 +1,4 @@
-"""How long a step takes on more nodes: the time of its parts on one node, and the cost of communication. Pure.
+"""How long a step takes on more nodes: its parts on one node, and the cost of communication. Pure.
 
 The cost of a message of n bytes between two hosts is alpha + n / beta: latency and bandwidth of the link
 (Hockney, 1994). Collectives are rings, as in Gloo and NCCL for large tensors:

@@ -155,7 +155,9 @@ def read_link(text: str, device: str = "cpu") -> Link:
 def _measured_link(path: str, device: str) -> Link:
     """The link with which a ring all-reduce takes as long as doctor measured."""
     try:
-        facts = json.loads(Path(path).read_text())["facts"]
+        # The launcher begins each line with the rank.
+        text = re.sub(r"^\[\d+\] ", "", Path(path).read_text(), flags=re.MULTILINE)
+        facts = json.loads(text)["facts"]
         reduces = [
             facts_of["gpu"] if device == "cuda" else facts_of for facts_of in facts["reduce"]
         ]

@@ -100,7 +100,8 @@ def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int | None:
 def _buckets(sizes: Sequence[int], limit: int) -> list[int]:
     """The bytes of DDP's buckets: each ends with the gradient that makes it as large as its limit."""
     limits = [limit] if limit not in (0, _BUCKET_BYTES) else [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
-    buckets, filled = [], 0
+    buckets: list[int] = []
+    filled = 0
     for size in sizes:
         filled += size
         if filled >= limits[min(len(buckets), len(limits) - 1)]:
