@@ -1,18 +1,19 @@
 """`paceline plan` beside measured steps: 2, 3 and 4 hosts, three links, three strategies.
 
-    python benchmarks/plan.py predict       # into results/plan.json; commit it
-    python benchmarks/plan.py measure       # adds the measured steps to it
+    BENCHMARK_RESULTS=benchmarks/results python benchmarks/plan.py predict    # commit plan.json, then
+    BENCHMARK_RESULTS=benchmarks/results python benchmarks/plan.py measure    # adds the measured steps
 
-The hosts are network namespaces of this machine, joined by links of a fixed rate (root only), with one rank
-each. They train the workload "comm", whose gradients have 16.8 MB, with 128 samples per rank (weak scaling).
+The hosts are network namespaces of this machine (root only) with one rank each. They train the workload
+"comm", whose gradients have 16.8 MB, with 128 samples per rank (weak scaling).
 
-**predict** makes for each number of hosts the run that `plan` reads: as many trainings of one process at once,
-without communication, so that each has the share of the cores that a rank will have. That is how ranks that
-outnumber the cores are treated; the model knows nothing of it. The links of 100 Mbit/s and 1 Gbit/s are given
-by their rate. Of the link without a limit `paceline doctor` measures what the hosts reach. No point is left out.
+**predict** makes the runs that `plan` reads, with ddp and with fsdp: for N hosts N trainings of one process at
+once, without communication, so that each has the share of the cores that a rank will have. That is how ranks
+that outnumber the cores are treated; the model knows nothing of it. The links of 100 Mbit/s and 1 Gbit/s are
+given by their rate. Of the link without a limit `paceline doctor` measures on N hosts what they reach. No
+point is left out.
 
-**measure** trains with each strategy, and takes the median step of clock.jsonl. The winner of a point is the
-strategy with the shortest step.
+**measure** trains over the hosts, and takes the median window of clock.jsonl. The winner among the strategies
+on the same hosts and link is the one with the shortest step.
 """
 
 from __future__ import annotations
@@ -23,28 +24,27 @@ import os
 import statistics
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
-
-import paceline
-from paceline.plan.model import Way, estimate
-from paceline.plan.read import read_link, read_step
-from paceline.report.run import load
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
-from hosts import Hosts, hosts, missing_tool
-from launching import finish
+from links import LinkedHosts, finish, hosts
 from tables import publish
 from workloads import WORKLOADS
 
+import paceline
+from paceline.clock.record import Record
+from paceline.plan.model import Link, Way, estimate
+from paceline.plan.read import read_link, read_step
+from paceline.report.run import load
+
 HOSTS = (2, 3, 4)
-LINKS = {"100 Mbit": "100mbit", "1 Gbit": "1gbit", "unshaped": ""}
+LINKS = {"100 Mbit": "100mbit", "1 Gbit": "1gbit", "unshaped": None}
 STRATEGIES = {"ddp": "DDP", "ddp fp16": "fp16", "fsdp": "FSDP"}
-_DEADLINE_S = 120.0
+_DEADLINE_S = 180.0
+_MEASURE_S, _LEAST_STEPS = 6.0, 6
+_NAME = "plan"
 
 
 def work(side: str, folder: str, steps: int) -> None:
@@ -53,7 +53,8 @@ def work(side: str, folder: str, steps: int) -> None:
     with paceline.join(device="cpu") as job:
         model: Any = workload.make()
         if side == "fsdp":
-            model = paceline.fsdp(job, model, blocks="*")
+            # With a dtype it is sharded over one rank too, with the copies that this takes.
+            model = paceline.fsdp(job, model, blocks="*", param_dtype=torch.float32)
         else:
             model = paceline.ddp(job, model, compress="fp16" if side.endswith("fp16") else None)
         batches = paceline.Batches(
@@ -71,25 +72,15 @@ def work(side: str, folder: str, steps: int) -> None:
             step.update()
 
 
-@contextmanager
-def linked(count: int, rate: str) -> Iterator[Hosts]:
-    with hosts(count) as made:
-        for number in range(count if rate else 0):
-            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            made.call(number, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
-        yield made
-
-
-def train(made: Hosts, count: int, side: str, steps: int, *, alone: bool = False) -> Any:
-    """The step of a training over the hosts; alone: of one of as many trainings of one process."""
+def train(made: LinkedHosts, side: str, steps: int, *, alone: bool = False) -> Record:
+    """The record of a training over the hosts; alone: of one of as many trainings of one process."""
     with tempfile.TemporaryDirectory() as folder:
         running = []
-        for number in range(count):
-            own = f"{folder}/{number if alone else 0}"
+        for number in range(made.count):
             words = ["run", "--nproc-per-node=1"]
             if not alone:
-                words += [f"--nnodes={count}", f"--host={made.address(0)}"]
-            words += [__file__, "work", side, own, str(steps)]
+                words += [f"--nnodes={made.count}", f"--host={made.address(0)}"]
+            words += [__file__, "work", side, f"{folder}/{number if alone else 0}", str(steps)]
             running.append(made.start(number, words, Path.cwd(), OMP_NUM_THREADS="1"))
         for end in [finish(process, _DEADLINE_S) for process in running]:
             if end.code:
@@ -97,28 +88,98 @@ def train(made: Hosts, count: int, side: str, steps: int, *, alone: bool = False
         return load(f"{folder}/0").record
 
 
+def link_of(made: LinkedHosts, rate: str | None) -> Link:
+    """The link as a user gives it."""
+    if rate is not None:
+        return read_link(f"{rate},50us")
+    words = ["run", f"--nnodes={made.count}", "--nproc-per-node=1", f"--host={made.address(0)}"]
+    words += ["-m", "paceline", "doctor", "--json"]
+    running = [
+        made.start(number, words, Path.cwd(), OMP_NUM_THREADS="1") for number in range(made.count)
+    ]
+    texts = [finish(process).out for process in running]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "doctor.json")
+        path.write_text(next(text for text in texts if text))
+        return read_link(str(path))
+
+
+def predict() -> list[dict[str, Any]]:
+    """A row for each point."""
+    rows = []
+    for count in HOSTS:
+        with hosts(count) as made:
+            alone = {
+                side: read_step(side, train(made, side, 150, alone=True))
+                for side in ("ddp", "fsdp")
+            }
+            links = {name: link_of(made, rate) for name, rate in LINKS.items()}
+        for name, link in links.items():
+            for side, kind in STRATEGIES.items():
+                run = alone["fsdp" if side == "fsdp" else "ddp"]
+                found = estimate(run, link, Way(name=side, kind=kind), count, weak=True)
+                row = {"hosts": count, "link": name, "strategy": side}
+                row |= {"alone_ms": 1e3 * run.step_s, "link_mbit": 8e-6 * link.bytes_per_s}
+                row |= {
+                    "predicted_ms": 1e3 * found.step_s,
+                    "band_ms": [1e3 * each for each in found.band_s],
+                }
+                rows.append(row)
+    return rows
+
+
+def measure(rows: list[dict[str, Any]], counts: list[int]) -> None:
+    """Add the measured steps on so many hosts to the rows."""
+    for row in [row for row in rows if row["hosts"] in counts]:
+        steps = max(_LEAST_STEPS, round(1e3 * _MEASURE_S / row["predicted_ms"]))
+        with hosts(row["hosts"], LINKS[row["link"]]) as made:
+            windows = train(made, row["strategy"], steps).windows[1:]
+        row["measured_ms"] = 1e3 * statistics.median(window.step_s for window in windows)
+        row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
+        row["in_band"] = row["band_ms"][0] <= row["measured_ms"] <= row["band_ms"][1]
+        print(row, file=sys.stderr, flush=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The errors of all points that were measured, and how often the winner was right."""
+    done = [row for row in rows if "error" in row]
+    if not done:
+        return {}
+    errors = [abs(row["error"]) for row in done]
+    points = {(row["hosts"], row["link"]) for row in done}
+    right = 0
+    for point in points:
+        of_point = [row for row in done if (row["hosts"], row["link"]) == point]
+        winners = {
+            min(of_point, key=lambda row: row[key])["strategy"]
+            for key in ("predicted_ms", "measured_ms")
+        }
+        right += len(winners) == 1
+    return {
+        "mean_error": statistics.mean(errors),
+        "worst_error": max(errors),
+        "right_winners": f"{right} of {len(points)}",
+        "in_band": f"{sum(row['in_band'] for row in done)} of {len(done)}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["predict", "measure"])
+    parser.add_argument("--hosts", type=int, nargs="+", default=list(HOSTS), help="to measure")
+    options = parser.parse_args()
+    if options.what == "predict":
+        rows = predict()
+    else:
+        rows = json.loads(Path(os.environ["BENCHMARK_RESULTS"], f"{_NAME}.json").read_text())[
+            "rows"
+        ]
+        measure(rows, options.hosts)
+    publish(_NAME, rows, **summary(rows))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "work":
+    if sys.argv[1:2] == ["work"]:
         work(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
-        from paceline.plan.read import _median, _alone_s
-        n, rate = int(sys.argv[2]), sys.argv[3]
-        with linked(n, "") as made:
-            base = read_step("x", train(made, n, "alone", 200, alone=True))
-        print(base)
-        with linked(n, rate) as made:
-            words = ["run", f"--nnodes={n}", "--nproc-per-node=1", f"--host={made.address(0)}", "-m", "paceline", "doctor", "--json"]
-            ends = [finish(p, 60) for p in [made.start(i, words, Path.cwd(), OMP_NUM_THREADS="1") for i in range(n)]]
-            text = next(e.out for e in ends if "facts" in e.out)
-            Path("/tmp/pl/s9/plan/doctor.json").write_text(text)
-            measured = read_link("/tmp/pl/s9/plan/doctor.json")
-            print(measured)
-            link = read_link(rate.replace("m","M")+",50us") if rate else measured
-            for side, kind in STRATEGIES.items():
-              for l in (link, measured):
-                e = estimate(base, l, Way(name=side, kind=kind), n, weak=True)
-                print(side, "predicted", round(1e3*e.step_s,1), [round(1e3*x,1) for x in e.band_s], "exposed", round(1e3*e.exposed_s,1))
-              steps = max(8, min(150, int(6/e.step_s)))
-              rec = train(made, n, side, steps)
-              w = rec.windows[1:]
-              print(side, "measured", round(1e3*statistics.median(x.step_s for x in w),1), len(w), {k: round(1e3*statistics.median(sum(x.spent_s[k])/x.num_ranks/x.steps for x in w),1) for k in w[0].spent_s}, "exp", round(1e3*statistics.median(x.exposed_s for x in w),1), flush=True)
+        main()

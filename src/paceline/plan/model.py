@@ -142,6 +142,7 @@ def ways(run: Measured, *, weak: bool) -> list[Way]:
     if weak:  # with the same global batch it would change nothing
         found.append(Way(name="accumulation x4", kind=own, accumulate=4))
     found += [
+        Way(name="DDP", kind="DDP"),
         Way(name='compress="fp16"', kind="fp16"),
         Way(name="PowerSGD, rank 2", kind="PowerSGD"),
         Way(name="DiLoCo, H=50", kind="DiLoCo", every=50),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,119 +17,104 @@ _STEP = ["nodes", "ranks", "step, ms", "band, ms", "samples/s", "efficiency", "l
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The estimates of a run, by way and by number of nodes.
+    """The estimates of a run.
 
     Args:
-        name: The folder of the run.
+        run: Its folder.
         weak: As for `estimate`.
-        found: Each way with its estimates, in the order of `nodes`; the run's own way first.
-        one_node: Of the run's own way, which efficiency is measured by.
+        ways: Each way to train with its estimates, in the order of `nodes`; the run's own way first.
+        one_node_rate: Samples per second of the run's own way on one node.
     """
 
-    name: str
-    run: Measured
+    run: str
+    measured: Measured
     link: Link
     weak: bool
     nodes: Sequence[int]
-    found: Sequence[tuple[Way, list[Estimate]]]
-    one_node: Estimate
-
-    def efficiency(self, each: Estimate) -> float:
-        """Samples per second, by those of as many single nodes."""
-        return each.samples_per_s / each.nodes / self.one_node.samples_per_s
+    ways: Sequence[tuple[Way, list[Estimate]]]
+    one_node_rate: float
 
 
-def make(name: str, run: Measured, link: Link, nodes: Sequence[int], *, weak: bool) -> Plan:
+def make(run: str, measured: Measured, link: Link, nodes: Sequence[int], *, weak: bool) -> Plan:
     """Estimate all ways on all numbers of nodes."""
-    all_ways = ways(run, weak=weak)
-    found = [(way, [estimate(run, link, way, n, weak=weak) for n in nodes]) for way in all_ways]
-    one_node = estimate(run, link, all_ways[0], 1, weak=weak)
+    all_ways = ways(measured, weak=weak)
     return Plan(
-        name=name, run=run, link=link, weak=weak, nodes=nodes, found=found, one_node=one_node
+        run=run,
+        measured=measured,
+        link=link,
+        weak=weak,
+        nodes=nodes,
+        ways=[(w, [estimate(measured, link, w, n, weak=weak) for n in nodes]) for w in all_ways],
+        one_node_rate=estimate(measured, link, all_ways[0], 1, weak=weak).samples_per_s,
     )
-
-
-def to_text(plan: Plan) -> str:
-    """The plan as text for a terminal."""
-    lines = list(_head(plan))
-    for section in sections(plan):
-        assert section.table is not None
-        rows = [section.table.head, *section.table.rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["", *(text for text in section.text if section.title != _OWN)]
-        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    return "\n".join(lines)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON can represent it, with the numbers that it was made from."""
-    return {
-        "run": plan.name,
-        "scaling": "weak" if plan.weak else "strong",
-        "link": asdict(plan.link),
-        "measured": asdict(plan.run),
+    return asdict(plan) | {
         "ways": [
-            {
-                "name": way.name,
-                "nodes": [asdict(e) | {"efficiency": plan.efficiency(e)} for e in each],
-            }
-            for way, each in plan.found
-        ],
+            asdict(way) | {"nodes": [asdict(each) for each in found]} for way, found in plan.ways
+        ]
     }
 
 
-_OWN = "As it is"
+def to_text(plan: Plan) -> str:
+    """The plan as text for a terminal."""
+    lines: list[str] = []
+    for section in sections(plan):
+        assert section.table is not None
+        rows = [section.table.head, *section.table.rows]
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines += section.text
+        lines += ["  ".join([r[0].ljust(first), *map(str.rjust, r[1:], widths)]) for r in rows]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def sections(plan: Plan) -> list[Section]:
-    """The run as it is, then all ways; for `paceline.report.page.to_html`."""
-    own = plan.found[0][1]
+    """The run's own way, then all ways; for `paceline.report.page.to_html`."""
     points = [
-        {"nodes": e.nodes, "samples/s": e.samples_per_s, "way": way.name}
-        for way, each in plan.found
-        for e in each
+        {"nodes": each.nodes, "samples/s": each.samples_per_s, "way": way.name}
+        for way, found in plan.ways
+        for each in found
     ]
-    by_memory = {way.name: each for way, each in plan.found}
-    head = ["", *(count_of(n, "node") for n in plan.nodes)]
+
+    def of_all(cell: Callable[[Estimate], str]) -> Table:
+        head = ["", *(count_of(n, "node") for n in plan.nodes)]
+        return Table(head, [[way.name, *map(cell, found)] for way, found in plan.ways])
+
     return [
         Section(
-            title=_OWN, text=list(_head(plan)), table=Table(_STEP, [_row(plan, e) for e in own])
+            title="Steps",
+            text=_head(plan),
+            table=Table(_STEP, [_row(plan, each) for each in plan.ways[0][1]]),
         ),
         Section(
             title="Samples per second",
-            text=["samples/s of each way to train:"],
-            table=Table(head, _rows(by_memory, lambda e: f"{e.samples_per_s:,.4g}")),
+            text=["samples/s, and how much of a step waits for communication:"],
+            table=of_all(lambda e: f"{e.samples_per_s:,.4g} ({e.exposed_s / e.step_s:.0%})"),
             chart=charts.lines(points, x="nodes", y="samples/s", series="way"),
             alt="samples per second over the number of nodes, one line for each way to train",
         ),
         Section(
-            title="Waiting",
-            text=["share of a step that waits for communication:"],
-            table=Table(head, _rows(by_memory, lambda e: f"{e.exposed_s / e.step_s:.0%}")),
-        ),
-        Section(
             title="Memory",
-            text=["memory of a rank after a step, without activations on a GPU:"],
-            table=Table(head, _rows(by_memory, lambda e: _bytes(e.memory_bytes))),
+            text=["memory of a rank after a step; on a GPU activations come on top:"],
+            table=of_all(lambda e: _bytes(e.memory_bytes)),
         ),
     ]
 
 
-def _rows(found: Any, cell: Any) -> list[list[str]]:
-    return [[name, *map(cell, each)] for name, each in found.items()]
-
-
-def _head(plan: Plan) -> Sequence[str]:
-    run, link = plan.run, plan.link
-    same = "samples of a rank" if plan.weak else "global batch"
-    return (
-        f"{plan.name}: {run.layout} on {count_of(run.nodes, 'node')} of "
+def _head(plan: Plan) -> list[str]:
+    run, link = plan.measured, plan.link
+    kept = "samples of a rank stay" if plan.weak else "global batch stays"
+    return [
+        f"{plan.run}: {run.layout} on {count_of(run.nodes, 'node')} of "
         f"{count_of(run.ranks_per_node, 'rank')}. A step of {run.global_batch:,} samples took "
         f"{_ms(run.step_s)} ms, of which {_ms(run.communication_s)} ms waited for communication.",
-        f"The link has {link.bytes_per_s * 8e-9:.3g} Gbit/s of payload and a latency of "
-        f"{link.latency_s * 1e6:.3g} us; the gradients have {format_bytes(int(sum(run.buckets)))}. The "
-        f"{same} stays the same ({'weak' if plan.weak else 'strong'} scaling).",
-    )
+        f"Link: {link.bytes_per_s * 8e-9:.3g} Gbit/s of payload, latency {link.latency_s * 1e6:.3g} us. "
+        f"Gradients: {format_bytes(int(sum(run.buckets)))}. The {kept} the same "
+        f"({'weak' if plan.weak else 'strong'} scaling).",
+    ]
 
 
 def _row(plan: Plan, each: Estimate) -> list[str]:
@@ -140,7 +125,7 @@ def _row(plan: Plan, each: Estimate) -> list[str]:
         _ms(each.step_s),
         f"{_ms(low)}-{_ms(high)}",
         f"{each.samples_per_s:,.4g}",
-        f"{plan.efficiency(each):.0%}",
+        f"{each.samples_per_s / each.nodes / plan.one_node_rate:.0%}",
         each.limit,
         _bytes(each.memory_bytes),
     ]

@@ -1,0 +1,309 @@
+"""`paceline plan`: costs by hand, what the command shows of a folder of a run, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_folders import write_folder
+from torch import nn
+
+import paceline
+from paceline.cli.main import main
+from paceline.clock import record
+from paceline.exit_codes import ExitCode
+from paceline.plan.model import Link, Measured, Way, estimate
+from paceline.plan.read import read_link, read_step
+from paceline.report.run import load
+
+MB = 1e6
+LINK = Link(bytes_per_s=100 * MB, latency_s=0.001)
+# One process: a step of 100 ms; the backward computes the two buckets of gradients in 40 and 20 ms.
+RUN = Measured(
+    nodes=1,
+    ranks_per_node=1,
+    device="cpu",
+    layout="DDP",
+    global_batch=64,
+    micro_batches=1,
+    data_s=0.005,
+    forward_s=0.02,
+    backward_s=0.06,
+    optimizer_s=0.01,
+    other_s=0.005,
+    communication_s=0.0,
+    spread=(0.9, 1.2),
+    parameters=3_000_000 // 4,
+    buckets=[2 * MB, 1 * MB],
+    powersgd_bytes=0.3 * MB,
+    compress="",
+    memory_bytes=100 * MB,
+    weight_bytes=3 * MB,
+    state_bytes=12 * MB,
+)
+
+
+def _step_ms(kind: str, nodes: int = 2, run: Measured = RUN, **options: Any) -> float:
+    way = Way(name=kind, kind=kind, **options)
+    return 1e3 * estimate(run, LINK, way, nodes, weak=True).step_s
+
+
+def test_the_costs_of_rings() -> None:
+    # 2 (p - 1) alpha + 2 (p - 1) / p n / beta
+    assert LINK.all_reduce_s(4, 4 * MB) == pytest.approx(6 * 0.001 + 6 / 4 * 0.04)
+    assert LINK.half_ring_s(4, 4 * MB) == pytest.approx(LINK.all_reduce_s(4, 4 * MB) / 2)
+
+
+def test_the_sum_of_a_bucket_overlaps_with_the_rest_of_the_backward() -> None:
+    # Sums of 2 MB and 1 MB over two ranks: 22 and 12 ms. The first overlaps with 20 ms of the backward.
+    assert _step_ms("DDP", 1) == pytest.approx(100)
+    assert _step_ms("DDP") == pytest.approx(100 + 2 + 12)
+    # Half of the bytes: 12 and 7 ms. The first one ends within the backward.
+    assert _step_ms("fp16") == pytest.approx(100 + 7)
+
+
+def test_on_a_gpu_fsdp_overlaps_and_over_gloo_it_does_not() -> None:
+    # Gathers of 11 and 6 ms, twice. Gloo's reduce-scatter is an all-reduce, 22 and 12 ms.
+    assert _step_ms("FSDP") == pytest.approx(100 + 2 * 17 + 34)
+    # In the backward 22 and 12 ms, as DDP's sums. The gathers before the forward fit into its 20 ms.
+    assert _step_ms("FSDP", run=replace(RUN, device="cuda")) == pytest.approx(100 + 2 + 12)
+
+
+def test_diloco_and_powersgd_send_less() -> None:
+    assert _step_ms("DiLoCo", every=50) == pytest.approx(100 + 32 / 50)
+    # P, Q and the vectors of a bucket: 2 ms of latency each, and 2 ms and 1 ms for a third of 0.3 MB.
+    assert _step_ms("PowerSGD") == pytest.approx(100 + 6 + 6 + 3)
+
+
+def test_hybrid_sharding_sums_over_the_nodes_alone() -> None:
+    run = replace(RUN, ranks_per_node=4)
+    assert _step_ms("HSDP", run=run) == pytest.approx(100 + 34)  # 22 and 12 ms over Gloo
+    assert _step_ms("DDP", run=run) > _step_ms("DDP")  # a ring of 8 ranks, and not of 2
+
+
+def test_strong_and_weak_scaling() -> None:
+    way = Way(name="as it is", kind="DiLoCo", every=10**9)  # without communication
+    strong, weak = (estimate(RUN, LINK, way, 4, weak=weak) for weak in (False, True))
+    # The optimizer and the rest of the loop, 15 ms, are not divided.
+    assert 1e3 * strong.step_s == pytest.approx(15 + 85 / 4)
+    assert strong.samples_per_s == pytest.approx(64 / strong.step_s)
+    assert 1e3 * weak.step_s == pytest.approx(100)
+    assert weak.samples_per_s == pytest.approx(4 * 64 / weak.step_s)
+    assert estimate(RUN, LINK, way, 128, weak=False).limit == "samples"
+
+
+def test_the_band_and_what_limits_a_step() -> None:
+    def of(link: Link, **changes: float) -> Any:
+        return estimate(replace(RUN, **changes), link, Way(name="", kind="DDP"), 2, weak=True)
+
+    low, high = of(LINK).band_s
+    # The fast and the slow quarter of the windows. At the slow end nothing overlaps, at 0.9 of the rate.
+    assert (1e3 * low, 1e3 * high) == pytest.approx((90 + 14, 120 + 4 + 30 / 0.9))
+    assert of(LINK).limit == "computation"
+    assert of(LINK, data_s=1).limit == "data"
+    assert of(Link(MB, 0.001)).limit == "bandwidth"
+    assert of(Link(100 * MB, 1)).limit == "latency"
+
+
+def test_memory() -> None:
+    def of(kind: str, run: Measured, nodes: int = 2) -> float | None:
+        return estimate(run, LINK, Way(name="", kind=kind), nodes, weak=True).memory_bytes
+
+    assert of("DDP", RUN) == 100 * MB
+    assert of("FSDP", RUN) == 94 * MB  # half of the state
+    assert of("DiLoCo", RUN) == 106 * MB
+    assert of("FSDP", replace(RUN, state_bytes=None)) is None
+    sharded = replace(RUN, layout="FSDP", ranks_per_node=2)
+    assert of("FSDP", sharded) == 97 * MB  # a quarter in place of a half
+    assert of("HSDP", sharded) == 100 * MB
+    assert of("DDP", sharded) == 106 * MB
+
+
+FACTS = {
+    "strategy": "DDP",
+    "data_ranks": 2,
+    "local_world_size": 2,
+    "global_batch": 64,
+    "micro_batch": 16,
+    "compress": "PowerSGD(rank=4, start_step=100)",
+    "parameters": 750_000,
+    "buckets": [2_000_000, 1_000_000],
+    "powersgd_bytes": [10_000, 500],
+    "weight_bytes": 3_000_000,
+    "state_bytes": 9_000_000,
+}
+SPENT_S = {"data": 0.01, "forward": 0.02, "backward": 0.06, "optimizer": 0.01}
+
+
+def _write(folder: Path, **facts: Any) -> None:
+    spent_s = [SPENT_S, SPENT_S | {"communication": 0.0}]
+    write_folder(folder, spent_s, steps=60, window=10, **(FACTS | facts))
+
+
+def test_the_step_of_a_run(tmp_path: Path) -> None:
+    _write(tmp_path)
+    step = read_step("", load(str(tmp_path)).record)
+    assert (step.nodes, step.ranks_per_node, step.micro_batches) == (1, 2, 2)
+    assert step.step_s == pytest.approx(0.1)
+    assert step.backward_s == pytest.approx(0.06)
+    assert step.powersgd_bytes == 4 * 10_000 + 500
+    assert step.memory_bytes == 2e9
+
+
+def test_the_command_shows_each_way_on_each_number_of_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path, compress="")
+    words = ["plan", str(tmp_path), "--link", "1Gbit,50us", "--nodes", "1,8"]
+    assert main(words) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "strong scaling" in text
+    assert main([*words, "--weak", "--json"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    names = [way["name"] for way in found["ways"]]
+    assert names[0] == "as it is"
+    assert {"HSDP", "DiLoCo, H=500"} <= {*names}
+    assert all(name in text for name in names if not name.startswith("accumulation"))
+    one, eight = found["ways"][0]["nodes"]
+    assert (one["ranks"], eight["ranks"]) == (2, 16)
+    assert one["step_s"] == pytest.approx(0.1)
+    assert one["limit"] == "computation"
+    assert eight["band_s"][0] <= eight["step_s"] <= eight["band_s"][1]
+
+
+@pytest.mark.ci
+def test_the_page_has_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path)
+    page = tmp_path / "plan.html"
+    words = ["plan", str(tmp_path), "--link", "1Gbit"]
+    assert main([*words, "--html", str(page)]) == ExitCode.OK
+    assert "HSDP" in capsys.readouterr().out
+    assert '"field":"samples/s"' in page.read_text()
+    assert main([*words, "--html", str(tmp_path)]) == ExitCode.CANNOT_CREATE
+
+
+def test_a_training_writes_what_a_plan_needs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 8))
+    with paceline.join(device="cpu") as job:
+        data = torch.utils.data.TensorDataset(torch.zeros(8, 512))
+        batches = paceline.Batches(job, data, global_batch=8, micro_batch=4)
+        training = paceline.Training(job, model, torch.optim.AdamW(model.parameters()), batches)
+        training.report(tmp_path / "short")
+        for step in training.steps(until=1):
+            step.run(lambda batch: model(batch[0]).square().mean())
+            step.update()
+    facts = load(str(tmp_path / "short")).record.run
+    write_folder(tmp_path / "run", [SPENT_S], steps=60, window=10, **facts)
+    found = read_step("", load(str(tmp_path / "run")).record)
+    sizes = [p.numel() for p in model.parameters()]
+    assert found.parameters == sum(sizes)
+    assert found.micro_batches == 2
+    # The first bucket ends with the gradient that makes it 1 MiB.
+    assert found.buckets == [4 * sum(sizes)]
+    assert found.state_bytes == 4 * found.weight_bytes
+    assert found.powersgd_bytes == 2 * 4 * (512 + 1024 + 1024 + 8) + 4 * (1024 + 8)
+
+
+def test_the_link_of_a_doctor(tmp_path: Path) -> None:
+    reduce = {"world_size": 4, "bytes": 16 * MB, "seconds": 0.306, "small_seconds": 0.006}
+    path = tmp_path / "doctor.json"
+    text = json.dumps({"facts": {"reduce": [reduce], "links": ["one"]}}, indent=1)
+    path.write_text(
+        "\n".join(f"[0] {line}" for line in text.splitlines())
+    )  # as the launcher writes it
+    link = read_link(str(path))
+    assert link.all_reduce_s(4, 16 * MB) == pytest.approx(0.306)
+    assert link.latency_s == pytest.approx(0.001)
+
+
+def test_the_rate_of_a_link_is_that_of_its_frames() -> None:
+    link = read_link("10Gbit,0.1ms")
+    assert link.bytes_per_s == pytest.approx(10e9 / 8 * 1448 / 1514)
+    assert link.latency_s == pytest.approx(1e-4)
+    assert read_link("100 mbit").latency_s == pytest.approx(50e-6)
+
+
+@pytest.mark.parametrize(
+    ("link", "sentence"),
+    [
+        ("0bit", "the rate must be more than 0"),
+        ("Gbit", "is no link"),
+        ("10GB", "has an unknown unit"),
+        ("1Gbit,5min", "has an unknown unit"),
+        ("1.0.0Gbit", "could not convert"),
+        ("", "is no link"),
+    ],
+)
+def test_a_wrong_link_is_refused(
+    tmp_path: Path, link: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path)
+    assert main(["plan", str(tmp_path), "--link", link]) == ExitCode.USAGE
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_doctor_of_one_host_has_no_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path)
+    path = tmp_path / "doctor.json"
+    reduce = {"world_size": 2, "bytes": 16 * MB, "seconds": 0.3, "small_seconds": 0.006}
+    path.write_text(json.dumps({"facts": {"reduce": [reduce], "links": []}}))
+    assert main(["plan", str(tmp_path), "--link", str(path)]) == ExitCode.USAGE
+    assert "it was measured on one host" in capsys.readouterr().err
+    path.write_text("{}")
+    assert main(["plan", str(tmp_path), "--link", str(path)]) == ExitCode.USAGE
+    assert "does not hold a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nodes", ["0", "1,-2", "1,", "two"])
+def test_numbers_of_nodes_are_one_or_more(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "runs/a", "--link", "1Gbit", "--nodes", nodes])
+    assert end.value.code == ExitCode.USAGE
+    assert "--nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"strategy": "Pipeline", "data_ranks": 1}, "its strategy is Pipeline"),
+        ({"strategy": "Exact"}, "its strategy is Exact"),
+        (
+            {"strategy": "FSDP", "data_ranks": 1, "mesh": "tp=2"},
+            "its model is split over ranks (tp=2)",
+        ),
+        ({"strategy": "FSDP", "local_world_size": 1}, "it ran on 2 hosts with FSDP"),
+        ({"buckets": None}, "does not tell its buckets"),
+        ({"global_batch": None}, "does not tell its global_batch"),
+    ],
+)
+def test_a_layout_that_the_run_cannot_tell_about_is_refused(
+    tmp_path: Path, facts: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path, **facts)
+    assert main(["plan", str(tmp_path), "--link", "1Gbit"]) == ExitCode.DATA
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert record.FILE in printed
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"step": 0, "run": {}}\n', "0 windows of the newest start can be used"),
+        ('{"loss": 1}\nnot JSON\n', "lines of another format only"),
+        (None, "is not the folder of a run"),
+    ],
+)
+def test_a_clock_file_without_steps_or_of_another_format_is_refused(
+    tmp_path: Path, lines: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lines is not None:
+        (tmp_path / record.FILE).write_text(lines)
+    assert main(["plan", str(tmp_path), "--link", "1Gbit"]) == ExitCode.DATA
+    assert sentence in capsys.readouterr().err
