@@ -6,11 +6,11 @@
 The hosts are network namespaces of this machine (root only) with one rank each. They train the workload
 "comm", whose gradients have 16.8 MB, with 128 samples per rank (weak scaling).
 
-**predict** makes the runs that `plan` reads, with ddp and with fsdp: for N hosts N trainings of one process at
-once, without communication, so that each has the share of the cores that a rank will have. That is how ranks
-that outnumber the cores are treated; the model knows nothing of it. The links of 100 Mbit/s and 1 Gbit/s are
-given by their rate. Of the link without a limit `paceline doctor` measures on N hosts what they reach. No
-point is left out.
+**predict** makes the runs that `plan` reads, with ddp and with fsdp: for N hosts N trainings of one process
+at once, without communication, so that each has the share of the cores that a rank will have. That is how
+ranks that outnumber the cores are treated; the model knows nothing of it. The links of 100 Mbit/s and
+1 Gbit/s are given by their rate. Of the link without a limit `paceline doctor` measures on N hosts what they
+reach. No point is left out.
 
 **measure** trains over the hosts, and takes the median window of clock.jsonl. The winner among the strategies
 on the same hosts and link is the one with the shortest step.
@@ -117,7 +117,7 @@ def predict() -> list[dict[str, Any]]:
         for name, link in links.items():
             for side, kind in STRATEGIES.items():
                 run = alone["fsdp" if side == "fsdp" else "ddp"]
-                found = estimate(run, link, Way(name=side, kind=kind), count, weak=True)
+                found = estimate(run, link, Way(kind=kind), count, weak=True)
                 row = {"hosts": count, "link": name, "strategy": side}
                 row |= {"alone_ms": 1e3 * run.step_s, "link_mbit": 8e-6 * link.bytes_per_s}
                 row |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.command_line import CommandParser, positive_count
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"paceline plan: {error}", file=sys.stderr)
         return code
-    print(json.dumps(table.to_json(plan), indent=1) if args.json else table.to_text(plan))
+    print(json.dumps(asdict(plan), indent=1) if args.json else table.to_text(plan))
     if args.html is not None:
         try:
             args.html.write_text(html, encoding="utf-8")

@@ -95,16 +95,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to train: how the ranks communicate.
+    """A way to train.
 
     Args:
-        name: As the table shows it.
         kind: "DDP", "fp16", "PowerSGD", "DiLoCo", "FSDP" or "HSDP".
         every: Steps from one sum of DiLoCo to the next.
         accumulate: Micro-batches of the run's size, for one of the run.
     """
 
-    name: str
     kind: str
     every: int = 1
     accumulate: int = 1
@@ -115,8 +113,7 @@ class Estimate:
     """What a way gives on some nodes.
 
     Args:
-        step_s: Of one step.
-        band_s: The range of it; see `estimate`.
+        step_s, band_s: Of one step, and its range; see `estimate`.
         exposed_s: Of the step: communication that no computation hides.
         samples_per_s: Over all ranks.
         limit: "computation", "data", "bandwidth", "latency", or "samples" if there are fewer than ranks.
@@ -133,25 +130,25 @@ class Estimate:
     memory_bytes: float | None
 
 
-def ways(run: Measured, *, weak: bool) -> list[Way]:
-    """The run's own way, then those that it could take."""
+def ways(run: Measured, *, weak: bool) -> dict[str, Way]:
+    """The run's own way, then those that it could take, by name."""
     own = run.layout
     if run.compress:
         own = "PowerSGD" if run.compress.startswith("PowerSGD") else "fp16"
-    found = [Way(name="as it is", kind=own)]
-    if weak:  # with the same global batch it would change nothing
-        found.append(Way(name="accumulation x4", kind=own, accumulate=4))
-    found += [
-        Way(name="DDP", kind="DDP"),
-        Way(name='compress="fp16"', kind="fp16"),
-        Way(name="PowerSGD, rank 2", kind="PowerSGD"),
-        Way(name="DiLoCo, H=50", kind="DiLoCo", every=50),
-        Way(name="DiLoCo, H=500", kind="DiLoCo", every=500),
-        Way(name="FSDP", kind="FSDP"),
-    ]
+    others = {
+        "DDP": Way(kind="DDP"),
+        'compress="fp16"': Way(kind="fp16"),
+        "PowerSGD, rank 2": Way(kind="PowerSGD"),
+        "DiLoCo, H=50": Way(kind="DiLoCo", every=50),
+        "DiLoCo, H=500": Way(kind="DiLoCo", every=500),
+        "FSDP": Way(kind="FSDP"),
+    }
     if run.ranks_per_node > 1:
-        found.append(Way(name="HSDP", kind="HSDP"))
-    return [found[0], *(way for way in found[1:] if (way.kind, way.accumulate) != (own, 1))]
+        others["HSDP"] = Way(kind="HSDP")
+    if weak:  # with the same global batch it changes nothing
+        others["accumulation x4"] = Way(kind=own, accumulate=4)
+    own_way = Way(kind=own)
+    return {"as it is": own_way} | {name: way for name, way in others.items() if way != own_way}
 
 
 def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> Estimate:
@@ -167,19 +164,16 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
             batch stays.
     """
     ranks, run_ranks = nodes * run.ranks_per_node, run.nodes * run.ranks_per_node
-    batch = run.global_batch * way.accumulate
-    samples = batch * ranks / run_ranks if weak else batch
+    samples = run.global_batch * way.accumulate * (ranks / run_ranks if weak else 1)
     share = ceil(samples / ranks) / ceil(run.global_batch / run_ranks)
     computed_s = share * (run.forward_s + run.backward_s) + run.optimizer_s + run.other_s
     alone_s = computed_s + share * run.data_s
     # Micro-batches keep their size while a rank has as many samples as one of them.
-    backward_s = share * run.backward_s / max(1, ceil(run.micro_batches * share))
-    if nodes == 1:
-        exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
-    else:
-        hides_s = share * run.forward_s, backward_s
-        exposed_s = _exposed_s(run, link, way, nodes, hides_s)
+    hides_s = share * run.forward_s, share * run.backward_s / ceil(run.micro_batches * share)
+    exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
+    if nodes > 1:
         slow = Link(_LINK_LEAST * link.bytes_per_s, link.latency_s)
+        exposed_s = _exposed_s(run, link, way, nodes, hides_s)
         most_s = _exposed_s(run, slow, way, nodes, (0.0, 0.0))
         latency_s = most_s - _exposed_s(run, Link(slow.bytes_per_s, 0.0), way, nodes, (0.0, 0.0))
     parts = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.plan.model import Link, Measured
 _PAYLOAD = 1448 / 1514
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_LATENCY_S = 50e-6  # if it is not given
 _LEAST_WINDOWS = 3  # without the first, which has the warm-up
 _AGAIN = "run the script again for 10 s with this version, on one host: training.report(folder)."
 
@@ -33,6 +34,7 @@ def read_step(name: str, record: Record) -> Measured:
     """
     run, where = record.run, f"{name}/{FILE}"
     windows = [window for window in record.windows if window.step > run.get("step", 0)][1:]
+    windows = [window for window in windows if window.num_ranks == windows[-1].num_ranks]
     if not record.windows and record.skipped:
         raise ConfigError(
             "it has lines of another format only.",
@@ -57,12 +59,14 @@ def read_step(name: str, record: Record) -> Measured:
             fix=_AGAIN,
         )
     ranks, ranks_per_node = int(run["world_size"]), int(run["local_world_size"])
-    parts = {
-        phase: _median([sum(w.spent_s[phase]) / w.num_ranks / w.steps for w in windows])
+    parts: dict[str, Any] = {
+        f"{phase}_s": float(
+            np.median([sum(w.spent_s[phase]) / w.num_ranks / w.steps for w in windows])
+        )
         for phase in ("data", "forward", "backward", "optimizer")
     }
     alone = [_alone_s(window) for window in windows]
-    alone_s = _median(alone)
+    alone_s = float(np.median(alone))
     samples = -(-int(run["global_batch"]) // ranks)
     per_rank, besides = run["powersgd_bytes"]
     rank = re.search(r"rank=(\d+)", run.get("compress") or "")
@@ -73,22 +77,14 @@ def read_step(name: str, record: Record) -> Measured:
         layout="FSDP" if run["strategy"] == "FSDP" else "DDP",
         global_batch=int(run["global_batch"]),
         micro_batches=-(-samples // int(run.get("micro_batch") or samples)),
-        data_s=parts["data"],
-        forward_s=parts["forward"],
-        backward_s=parts["backward"],
-        optimizer_s=parts["optimizer"],
+        **parts,
         other_s=max(0.0, alone_s - sum(parts.values())),
-        communication_s=_median([w.exposed_s for w in windows]),
-        spread=(_quantile(alone, 0.25) / alone_s, _quantile(alone, 0.75) / alone_s),
-        parameters=int(run["parameters"]),
-        buckets=run["buckets"],
+        communication_s=float(np.median([w.exposed_s for w in windows])),
+        spread=tuple(np.quantile(alone, (0.25, 0.75)) / alone_s),
         powersgd_bytes=(int(rank[1]) if rank else 2) * per_rank + besides,
         compress=run.get("compress") or "",
-        memory_bytes=max(
-            _median(ranks) for ranks in zip(*(w.memory_bytes for w in windows), strict=True)
-        ),
-        weight_bytes=run["weight_bytes"],
-        state_bytes=run["state_bytes"],
+        memory_bytes=float(np.median([w.memory_bytes for w in windows], axis=0).max()),
+        **{name: run[name] for name in ("parameters", "buckets", "weight_bytes", "state_bytes")},
     )
 
 
@@ -127,29 +123,27 @@ def read_link(text: str, device: str = "cpu") -> Link:
         device: Of the run: with "cuda", doctor's all-reduce on GPUs counts.
 
     Raises:
-        ConfigError: it is neither, or not more than 0.
+        ConfigError: it is neither, or its rate is 0.
     """
     if Path(text).is_file():
         return _measured_link(text, device)
-    match = re.fullmatch(r"([\d.]+)([a-zA-Z]+)(?:,([\d.]+)([a-zA-Z]+))?", text.replace(" ", ""))
-    form = 'write it as in "10Gbit,50us", or name a file of `paceline doctor --json`.'
-    if match is None:
-        raise ConfigError(f"--link {text!r} is no link.", fix=form)
-    amount, unit, latency, unit_of_time = match.groups()
-    if unit.lower() not in _BITS or (latency and unit_of_time not in _SECONDS):
-        raise ConfigError(
-            f"--link {text!r} has an unknown unit.",
-            why=f"a rate is in {', '.join(_BITS)} (per second), a latency in {', '.join(_SECONDS)}.",
-            fix=form,
-        )
-    try:
-        bits_per_s = float(amount) * _BITS[unit.lower()]
-        latency_s = float(latency or 50) * _SECONDS[unit_of_time or "us"]
-    except ValueError as error:
-        raise ConfigError(f"--link {text!r}: {error}.", fix=form) from error
-    if bits_per_s <= 0:
-        raise ConfigError(f"--link {text!r}: the rate must be more than 0.", fix=form)
-    return Link(_PAYLOAD * bits_per_s / 8, latency_s)
+    number = r"(\d+\.?\d*) ?([a-z]+)"
+    match = re.fullmatch(f"{number}(?:, ?{number})?", text.strip().lower())
+    rate, unit, latency, unit_of_time = match.groups() if match else ("", "", "", "")
+    if not rate:
+        problem = "is neither a link nor a file"
+    elif unit not in _BITS or (latency and unit_of_time not in _SECONDS):
+        problem = "has an unknown unit"
+    elif float(rate) == 0:
+        problem = "has a rate of 0"
+    else:
+        latency_s = float(latency) * _SECONDS[unit_of_time] if latency else _LATENCY_S
+        return Link(_PAYLOAD * float(rate) * _BITS[unit] / 8, latency_s)
+    raise ConfigError(
+        f"--link {text!r} {problem}.",
+        fix=f'write it as in "10Gbit,50us": a rate in {", ".join(_BITS)} per second, and a latency in '
+        f"{', '.join(_SECONDS)}; or name a file of `paceline doctor --json`.",
+    )
 
 
 def _measured_link(path: str, device: str) -> Link:
@@ -177,11 +171,3 @@ def _measured_link(path: str, device: str) -> Link:
             why=f"{why}.",
             fix="on all hosts: paceline run --nnodes 2 ... -m paceline doctor --json > doctor.json.",
         ) from error
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(np.median(values))
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    return float(np.quantile(values, q))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from paceline.errors import count_of
 from paceline.machine import format_bytes
@@ -21,41 +20,35 @@ class Plan:
 
     Args:
         run: Its folder.
-        weak: As for `estimate`.
-        ways: Each way to train with its estimates, in the order of `nodes`; the run's own way first.
+        scaling: "strong", with the same global batch, or "weak", with the same samples of a rank.
+        ways: By way to train, on each number of nodes; the run's own way first.
         one_node_rate: Samples per second of the run's own way on one node.
     """
 
     run: str
     measured: Measured
     link: Link
-    weak: bool
-    nodes: Sequence[int]
-    ways: Sequence[tuple[Way, list[Estimate]]]
+    scaling: str
+    ways: dict[str, list[Estimate]]
     one_node_rate: float
 
 
 def make(run: str, measured: Measured, link: Link, nodes: Sequence[int], *, weak: bool) -> Plan:
     """Estimate all ways on all numbers of nodes."""
-    all_ways = ways(measured, weak=weak)
+    found = ways(measured, weak=weak)
+
+    def of(way: Way) -> list[Estimate]:
+        return [estimate(measured, link, way, number, weak=weak) for number in (1, *nodes)]
+
+    own, *_ = of(next(iter(found.values())))
     return Plan(
         run=run,
         measured=measured,
         link=link,
-        weak=weak,
-        nodes=nodes,
-        ways=[(w, [estimate(measured, link, w, n, weak=weak) for n in nodes]) for w in all_ways],
-        one_node_rate=estimate(measured, link, all_ways[0], 1, weak=weak).samples_per_s,
+        scaling="weak" if weak else "strong",
+        ways={name: of(way)[1:] for name, way in found.items()},
+        one_node_rate=own.samples_per_s,
     )
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON can represent it, with the numbers that it was made from."""
-    return asdict(plan) | {
-        "ways": [
-            asdict(way) | {"nodes": [asdict(each) for each in found]} for way, found in plan.ways
-        ]
-    }
 
 
 def to_text(plan: Plan) -> str:
@@ -73,21 +66,22 @@ def to_text(plan: Plan) -> str:
 
 def sections(plan: Plan) -> list[Section]:
     """The run's own way, then all ways; for `paceline.report.page.to_html`."""
+    own = next(iter(plan.ways.values()))
     points = [
-        {"nodes": each.nodes, "samples/s": each.samples_per_s, "way": way.name}
-        for way, found in plan.ways
+        {"nodes": each.nodes, "samples/s": each.samples_per_s, "way": name}
+        for name, found in plan.ways.items()
         for each in found
     ]
 
     def of_all(cell: Callable[[Estimate], str]) -> Table:
-        head = ["", *(count_of(n, "node") for n in plan.nodes)]
-        return Table(head, [[way.name, *map(cell, found)] for way, found in plan.ways])
+        head = ["", *(count_of(each.nodes, "node") for each in own)]
+        return Table(head, [[name, *map(cell, found)] for name, found in plan.ways.items()])
 
     return [
         Section(
             title="Steps",
             text=_head(plan),
-            table=Table(_STEP, [_row(plan, each) for each in plan.ways[0][1]]),
+            table=Table(_STEP, [_row(plan, each) for each in own]),
         ),
         Section(
             title="Samples per second",
@@ -106,14 +100,14 @@ def sections(plan: Plan) -> list[Section]:
 
 def _head(plan: Plan) -> list[str]:
     run, link = plan.measured, plan.link
-    kept = "samples of a rank stay" if plan.weak else "global batch stays"
+    kept = {"weak": "samples of a rank stay", "strong": "global batch stays"}[plan.scaling]
     return [
         f"{plan.run}: {run.layout} on {count_of(run.nodes, 'node')} of "
         f"{count_of(run.ranks_per_node, 'rank')}. A step of {run.global_batch:,} samples took "
         f"{_ms(run.step_s)} ms, of which {_ms(run.communication_s)} ms waited for communication.",
         f"Link: {link.bytes_per_s * 8e-9:.3g} Gbit/s of payload, latency {link.latency_s * 1e6:.3g} us. "
         f"Gradients: {format_bytes(int(sum(run.buckets)))}. The {kept} the same "
-        f"({'weak' if plan.weak else 'strong'} scaling).",
+        f"({plan.scaling} scaling).",
     ]
 
 

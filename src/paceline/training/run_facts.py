@@ -19,8 +19,17 @@ from paceline.job.job import Job
 from paceline.machine import usable_cores
 
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's defaults for DDP
-# Tensors of the size of a parameter in the state of torch's optimizers; SGD has one with momentum.
-_STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
+# Tensors of the size of a parameter in the state of torch's optimizers, besides one for momentum.
+_STATES = {
+    "SGD": 0,
+    "Muon": 0,
+    "RMSprop": 1,
+    "Adagrad": 1,
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+}
 
 
 def job_facts(job: Job) -> dict[str, Any]:
@@ -50,51 +59,36 @@ def job_facts(job: Job) -> dict[str, Any]:
 def model_facts(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], bucket_bytes: int
 ) -> dict[str, Any]:
-    """The sizes of the models, unsharded, by name. They are what `paceline plan` needs of a run.
+    """Sizes of the models, unsharded, by name; `paceline plan` needs them.
 
-    Of the gradients these are the bytes of DDP's buckets, in the order of the backward, and the bytes that
-    PowerSGD sends: for each rank of its approximation, and besides. "state_bytes" is the sum of weights,
-    gradients and optimizer state; None with an optimizer that is not torch's.
+    "buckets" are the bytes of DDP's buckets in the order of the backward; "powersgd_bytes" what PowerSGD
+    sends for each rank of its approximation, and besides. "state_bytes" is the sum of weights, gradients and
+    optimizer state; None with an optimizer that is not torch's.
 
     Args:
         bucket_bytes: The largest bucket of DDP; 0 for torch's default.
     """
     parameters = [p for model in models for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad]
-    copies = {
-        id(p): _copies(optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    states = [copies.get(id(p), 0) for p in trained]
-    weight_bytes = sum(map(_size, parameters))
-    state_bytes = None
-    if None not in states:
-        sizes = zip(states, trained, strict=True)
-        state_bytes = weight_bytes + sum((1 + (n or 0)) * _size(p) for n, p in sizes)
     matrices = [p for p in trained if p.dim() > 1]
+    weight_bytes = sum(p.nbytes for p in parameters)
+    state_bytes = weight_bytes + sum(p.nbytes for p in trained)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            tensors = _STATES.get(type(optimizer).__name__, 0) + (group.get("momentum", 0) > 0)
+            state_bytes += tensors * sum(p.nbytes for p in group["params"])
     return {
         "parameters": sum(p.numel() for p in trained),
-        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "weight_bytes": weight_bytes,
-        "state_bytes": state_bytes,
-        "buckets": _buckets([_size(p) for p in reversed(trained)], bucket_bytes),
+        "state_bytes": state_bytes
+        if {type(o).__name__ for o in optimizers} <= {*_STATES}
+        else None,
+        "buckets": _buckets([p.nbytes for p in reversed(trained)], bucket_bytes),
         "powersgd_bytes": [
-            sum(p.element_size() * (len(p) + p.numel() // max(len(p), 1)) for p in matrices),
-            sum(_size(p) for p in trained if p.dim() < 2),
+            sum(p.element_size() * (len(p) + p[0].numel()) for p in matrices),
+            sum(p.nbytes for p in trained if p.dim() < 2),
         ],
     }
-
-
-def _size(p: torch.Tensor) -> int:
-    return p.numel() * p.element_size()
-
-
-def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int | None:
-    if type(optimizer) is torch.optim.SGD:
-        return int(group["momentum"] > 0)
-    return _STATES.get(type(optimizer).__name__)
 
 
 def _buckets(sizes: Sequence[int], limit: int) -> list[int]:
