@@ -135,7 +135,11 @@ def _train_gpt(job: Any, folder: str) -> None:
 @pytest.mark.parametrize("layout", AXES)
 def test_a_rank_waits_for_a_slow_layer_of_the_other(tmp_path: Path, layout: str) -> None:
     run_ranks(_train_gpt, str(tmp_path), nproc=2, mesh=AXES[layout])
-    windows = load(str(tmp_path)).record.windows
+    record = load(str(tmp_path)).record
+    if layout != "pp":  # the sizes of the unsharded model
+        sizes = [p.nbytes for p in small_gpt.GPT().parameters()]
+        assert record.run["weight_bytes"] == sum(record.run["buckets"]) == sum(sizes)
+    windows = record.windows
     spent = {
         name: [sum(w.spent_s[name][rank] for w in windows) / STEPS for rank in range(2)]
         for name in PHASES

@@ -140,8 +140,8 @@ SPENT_S = {"data": 0.01, "forward": 0.02, "backward": 0.06, "optimizer": 0.01}
 
 
 def _write(folder: Path, **facts: Any) -> None:
-    spent_s = [SPENT_S, SPENT_S | {"communication": 0.0}]
-    write_folder(folder, spent_s, steps=60, window=10, **(FACTS | facts))
+    fast = SPENT_S | {"forward": 0.01, "communication": 0.01}
+    write_folder(folder, [fast, SPENT_S], steps=60, window=10, **(FACTS | facts))
 
 
 def test_the_step_of_a_run(tmp_path: Path) -> None:
@@ -149,7 +149,8 @@ def test_the_step_of_a_run(tmp_path: Path) -> None:
     step = read_step("", load(str(tmp_path)).record)
     assert (step.nodes, step.ranks_per_node, step.micro_batches) == (1, 2, 2)
     assert step.step_s == pytest.approx(0.1)
-    assert step.backward_s == pytest.approx(0.06)
+    assert step.forward_s == pytest.approx(0.02)  # of the rank that the other one waits for
+    assert (step.other_s, step.communication_s) == (pytest.approx(0), 0)
     assert step.powersgd_bytes == 4 * 10_000 + 500
     assert step.memory_bytes == 2e9
 
@@ -296,7 +297,7 @@ def test_a_layout_that_the_run_cannot_tell_about_is_refused(
     ("lines", "sentence"),
     [
         ('{"step": 0, "run": {}}\n', "0 windows of the newest start can be used"),
-        ('{"loss": 1}\nnot JSON\n', "lines of another format only"),
+        ('{"loss": 1}\nnot JSON\n', "2 lines have another format"),
         (None, "is not the folder of a run"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.clock.record import FILE, Record, Window
+from paceline.clock.record import FILE, Record
 from paceline.errors import ConfigError
 from paceline.plan.model import Link, Measured
 
@@ -20,7 +20,7 @@ _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _LATENCY_S = 50e-6  # if it is not given
 _LEAST_WINDOWS = 3  # without the first, which has the warm-up
-_AGAIN = "run the script again for 10 s with this version, on one host: training.report(folder)."
+_AGAIN = "run the script with training.report(folder) for 10 s, on one host, with this version."
 
 
 def read_step(name: str, record: Record) -> Measured:
@@ -35,18 +35,13 @@ def read_step(name: str, record: Record) -> Measured:
     run, where = record.run, f"{name}/{FILE}"
     windows = [window for window in record.windows if window.step > run.get("step", 0)][1:]
     windows = [window for window in windows if window.num_ranks == windows[-1].num_ranks]
-    if not record.windows and record.skipped:
-        raise ConfigError(
-            "it has lines of another format only.",
-            where=where,
-            fix=f"give the folder of a run; or {_AGAIN}",
-        )
     if len(windows) < _LEAST_WINDOWS:
+        damaged = f"{record.skipped} lines have another format; " if record.skipped else ""
         raise ConfigError(
             f"{len(windows)} windows of the newest start can be used, and {_LEAST_WINDOWS} are needed.",
             where=where,
-            why="a window has the steps of about a second, and the first one has the warm-up.",
-            fix="let the run make more steps.",
+            why=f"{damaged}a window has the steps of about a second, and the first one has the warm-up.",
+            fix=_AGAIN,
         )
     _refuse_layout(run, where)
     if missing := [
@@ -59,13 +54,18 @@ def read_step(name: str, record: Record) -> Measured:
             fix=_AGAIN,
         )
     ranks, ranks_per_node = int(run["world_size"]), int(run["local_world_size"])
+    # Ranks wait for each other, so the step takes as long as on the rank that waits least.
+    waits_s = np.median([w.spent_s["communication"] for w in windows], axis=0)
+    slowest = int(np.argmin(waits_s))
     parts: dict[str, Any] = {
-        f"{phase}_s": float(
-            np.median([sum(w.spent_s[phase]) / w.num_ranks / w.steps for w in windows])
-        )
+        f"{phase}_s": float(np.median([w.per_step(phase, slowest) for w in windows]))
         for phase in ("data", "forward", "backward", "optimizer")
     }
-    alone = [_alone_s(window) for window in windows]
+    left_out = ("checkpoint", "evaluation")
+    alone = [
+        w.step_s - w.exposed_s - sum(w.per_step(phase, slowest) for phase in left_out)
+        for w in windows
+    ]
     alone_s = float(np.median(alone))
     samples = -(-int(run["global_batch"]) // ranks)
     per_rank, besides = run["powersgd_bytes"]
@@ -86,12 +86,6 @@ def read_step(name: str, record: Record) -> Measured:
         memory_bytes=float(np.median([w.memory_bytes for w in windows], axis=0).max()),
         **{name: run[name] for name in ("parameters", "buckets", "weight_bytes", "state_bytes")},
     )
-
-
-def _alone_s(window: Window) -> float:
-    """A step of a window without communication, checkpoints and evaluation; waits for slow ranks included."""
-    left_out = sum(sum(window.spent_s[phase]) for phase in ("checkpoint", "evaluation"))
-    return window.step_s - left_out / window.num_ranks / window.steps - window.exposed_s
 
 
 def _refuse_layout(run: Mapping[str, Any], where: str) -> None:

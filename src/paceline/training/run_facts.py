@@ -70,7 +70,7 @@ def model_facts(
     """
     parameters = [p for model in models for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad]
-    matrices = [p for p in trained if p.dim() > 1]
+    matrices = [p for p in trained if p.dim() > 1 and len(p)]
     weight_bytes = sum(p.nbytes for p in parameters)
     state_bytes = weight_bytes + sum(p.nbytes for p in trained)
     for optimizer in optimizers:
@@ -85,7 +85,7 @@ def model_facts(
         else None,
         "buckets": _buckets([p.nbytes for p in reversed(trained)], bucket_bytes),
         "powersgd_bytes": [
-            sum(p.element_size() * (len(p) + p[0].numel()) for p in matrices),
+            sum(p.element_size() * (len(p) + p.numel() // len(p)) for p in matrices),
             sum(p.nbytes for p in trained if p.dim() < 2),
         ],
     }
