@@ -136,39 +136,9 @@ ENDS: list[tuple[str, int, tuple[str, ...]]] = [
             "{script}:5 in <module>\n  why:   the script raised it, or something sent SIGINT",
         ),
     ),
-    # An error that was handled before the exit is not named, unless it was printed.
+    # An error that was handled before the exit is not named.
     ("try: 1 / 0\nexcept ZeroDivisionError: pass\nsys.exit(5)", 5, ("exit code 5",)),
     ("try: 1 / 0\nexcept ZeroDivisionError: raise SystemExit(5) from None", 5, ("exit code 5",)),
-    (
-        "try: float('x')\nexcept ValueError: traceback.print_exc()\nsys.exit(1)",
-        1,
-        (
-            "ValueError: could not convert string to float: 'x'\n",
-            "{script}:5 in <module>\n",
-            "the script caught the error and called sys.exit() at {script}:7 in <module>.\n",
-        ),
-    ),
-    (
-        "try: float('x')\nexcept ValueError: logging.exception('bad')\nsys.exit(1)",
-        1,
-        ("ValueError: could not convert string to float: 'x'\n",),
-    ),
-    (
-        "try: float('x')\nexcept ValueError: print(traceback.format_exc())\nsys.exit(1)",
-        1,
-        ("ValueError: could not convert string to float: 'x'\n",),
-    ),
-    # The control socket is among these descriptors; the error still reaches the launcher.
-    (
-        "os.closerange(3, 4096)\nraise OSError('disk is gone')",
-        1,
-        ("OSError: disk is gone\n", "{script}:6 in <module>"),
-    ),
-    (
-        "os.closerange(3, 4096)\nopen('a', 'w'), open('b', 'w')\nsys.exit(5)",
-        5,
-        ("exit code 5", "{script}:7 in <module>"),
-    ),
     # The script's own hook ends the process before the usual report.
     (
         "sys.excepthook = lambda *a: os._exit(9)\nraise OSError('x')",
@@ -177,7 +147,7 @@ ENDS: list[tuple[str, int, tuple[str, ...]]] = [
     ),
 ]
 ALONE = """
-import ctypes, logging, os, sys, time, traceback
+import ctypes, os, sys, time
 if os.environ["RANK"] == "0":
     time.sleep(600)
 """
@@ -191,10 +161,7 @@ def test_how_a_rank_ended_is_the_exit_code_and_the_report(tmp_path: Path) -> Non
         assert f"paceline: rank 1 of 2 failed: {said[0]}" in one.err, (end, one)
         for text in said[1:]:
             assert text.format(script=tmp_path / f"case{number}.py") in one.err, (end, one)
-        # The report shows the traceback of an error, also of one that the script has printed itself.
-        printed = "print_exc" in end or "logging" in end
-        reported = printed or "format_exc" in end or ("raise OSError" in end and "hook" not in end)
-        assert one.err.count("Traceback") == printed + reported, (end, one)
+        assert "Traceback" not in one.err, (end, one)
         assert "ZeroDivisionError" not in one.err
         assert "listens" not in one.err  # an abort is not explained by an earlier message
 
@@ -496,55 +463,3 @@ def test_an_error_that_left_the_job_and_was_caught_is_no_failure(tmp_path: Path)
     script = LONG_CLEAN_UP.replace("CAUGHT", "True").replace("20", "0")
     done = run("--nproc-per-node=1", script, tmp_path)
     assert done.code == 0, done
-
-
-SAVES = """
-import os, time
-from concurrent.futures import ThreadPoolExecutor, wait
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-dist.init_process_group("gloo")
-dist.barrier()  # a rank that ends before would break the connections of the other
-folder = "checkpoint" if dist.get_rank() == 0 else "/dev/null/checkpoint"
-writer = dcp.FileSystemWriter(folder)
-state = {"of every rank": torch.ones(4), f"of rank {dist.get_rank()}": torch.ones(4)}
-def save():
-    return dcp.async_save(state, storage_writer=writer) # SAVE
-def save_alone():
-    return ThreadPoolExecutor().submit(torch.save, state, f"{folder}.pt") # ALONE
-LINE
-dist.destroy_process_group()
-print("finished")
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "failed"),
-    [
-        pytest.param(
-            "wait([save()])",
-            " of 2 failed: CheckpointException: rank 1: ",
-            marks=pytest.mark.ci,
-        ),
-        ("save_alone()", " 1 of 2 failed: RuntimeError: Parent directory /dev/null"),
-        # An error that the script has read is its own affair.
-        ("print(save().exception())", ""),
-        pytest.param(
-            "pending = save_alone(); time.sleep(0.5); pending.exception(timeout=9)",
-            "",
-            marks=pytest.mark.ci,
-        ),
-        pytest.param("folder = '.'; save_alone()", "", marks=pytest.mark.ci),
-    ],
-)
-def test_an_error_of_a_save_that_nobody_reads_is_a_failure(
-    tmp_path: Path, line: str, failed: str
-) -> None:
-    script = SAVES.replace("LINE", line)
-    done = run("--nproc-per-node=2", script, tmp_path)
-    assert (done.code, done.out.count("finished")) == (1 if failed else 0, 2), done.err
-    assert ("in the background" in done.err) is bool(failed)
-    if failed:
-        mark = "SAVE" if "save()" in line else "ALONE"
-        number = script[: script.index(f"# {mark}")].count("\n") + 1
-        assert failed in done.err
-        assert f"train.py:{number} in save" in done.err.partition("where: ")[2]

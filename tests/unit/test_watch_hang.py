@@ -808,7 +808,7 @@ def test_a_forked_child_does_not_close_a_file_of_the_script(
     one: Any = probe.Probe.__new__(probe.Probe)
     fd = os.memfd_create("data")
     of_script = os.fstat(fd).st_ino
-    vars(one).update(_timer=False, _fd=fd, _inode=0, _path="")
+    vars(one).update(_timer=False, _fd=fd, _inode=0)
     one._in_child()
     assert os.fstat(fd).st_ino == of_script
     os.close(fd)
@@ -825,7 +825,7 @@ def test_the_probe_does_not_replace_a_timer_that_the_script_sets(
     monkeypatch.setattr(probe.time, "sleep", Mock(side_effect=StopIteration))
     one: Any = probe.Probe.__new__(probe.Probe)
     fd = os.memfd_create("probe")
-    vars(one).update(main=0, _timer=True, _ended=False, _fd=fd, _timer_lock=threading.RLock())
+    vars(one).update(main=0, _timer=True, _fd=fd, _timer_lock=threading.RLock())
     one._forked_while = []
     one._inode = os.fstat(fd).st_ino
     script = threading.Thread(target=one._give_timer_away, args=(9.0,))

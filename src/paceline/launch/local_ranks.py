@@ -147,7 +147,6 @@ class Rank:
         # Its probe (watch/probe.py) writes to this memory, so we can read it even if the rank is stuck.
         self._probe = os.memfd_create(PROBE_NAME)
         self._probe_text = ""
-        self._read_probe_events = False
         self.streams: list[Stream] = []
         out, err = self._open_streams(spec, consoles)
         environment = dict(spec.environment)
@@ -317,10 +316,6 @@ class Rank:
         """Read all events that the rank has sent; in the pump's thread only."""
         while self._read_some():
             continue
-        if self.returncode is not None and not self._read_probe_events:
-            # If the script has closed all files, the rank can only report through the probe's memory.
-            self._read_probe_events = True
-            self._add_events(self.probe_text().encode().splitlines())
 
     def _read_some(self) -> bool:
         fd = self._socket.fileno()

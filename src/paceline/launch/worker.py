@@ -18,10 +18,10 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import functools
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -39,16 +39,10 @@ from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
-# An error that was printed this long before sys.exit() may have nothing to do with the exit.
-_PRINTED_S = 60.0
 # How the script ended; `_finish` ends the process in the same way.
 _status = 0
 _interrupted = False
-# The event about the last error that the script has printed or formatted.
-_printed: dict[str, Any] | None = None
 _control: Control | None = None  # of this rank
-_failed_saves: list[_Save] = []
-_SAVES = ("torch.distributed.checkpoint", "torch.serialization")  # modules of functions that save
 
 
 def _load(*names: str) -> Any:
@@ -80,7 +74,6 @@ class Control:
     def __init__(self, fd: int, probe: Any) -> None:
         os.set_inheritable(fd, False)
         self._socket = socket.socket(fileno=fd)
-        self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
         self.begun = threading.Event()  # of a standby process: it becomes a rank
@@ -95,12 +88,7 @@ class Control:
         line = b"\n" + json.dumps(event, default=str).encode() + b"\n"
         try:
             with self._lock:
-                if self._is_ours():
-                    self._socket.sendall(line)
-                elif self._probe is None or event["event"] == _probe.STATE:
-                    return False  # the probe's memory has room for events that end the rank only
-                else:
-                    self._probe.write_last_line(line)
+                self._socket.sendall(line)
         except OSError:
             return False
         return True
@@ -110,22 +98,13 @@ class Control:
         if self._probe is not None:
             self._probe.answer(number, self.send)
 
-    def _is_ours(self) -> bool:
-        # If the script has closed all files, another one, such as a socket of Gloo, may have this number.
-        try:
-            return os.fstat(self._socket.fileno()).st_ino == self._file
-        except OSError:
-            return False
-
     def _listen(self) -> None:
         received = b""
-        while self._is_ours():
+        while True:
             try:
                 data = self._socket.recv(1 << 16)
-            except ConnectionError:
-                data = b""
             except OSError:
-                return  # closed by the script at this moment
+                data = b""
             if not data:
                 return  # the launcher has ended; its guard (guard.py) kills this rank and its children
             *lines, received = (received + data).split(b"\n")
@@ -149,8 +128,7 @@ class Control:
                 _ignore_preemption()
 
     def _forget(self) -> None:
-        if self._is_ours():
-            os.close(self._socket.detach())
+        self._socket.close()
         self._probe = None
         self._lock = threading.Lock()  # another thread may have held it at the fork
         os.environ.pop("PACELINE_CONTROL_FD", None)
@@ -167,11 +145,8 @@ def main() -> NoReturn:
         del sys.path[0]
     # Registered before the functions of torch and the script, so it runs after them.
     atexit.register(_finish)
-    after_import: dict[str, Callable[[Any], None]] = {"concurrent.futures.thread": _watch_saves}
     if probe is not None:
-        after_import["torch.optim.optimizer"] = probe.count_optimizer_steps
-    _AfterImport.install(after_import)
-    _watch_printed_errors()
+        _AfterImport.install("torch.optim.optimizer", probe.count_optimizer_steps)
     # A crash in native code shows its Python line. Gloo aborts in a thread of its own, so all threads.
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -191,34 +166,31 @@ def main() -> NoReturn:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when the module has been imported.
+    """Calls a function with a module when the module has been imported."""
 
-    It ends up in front of `sys.meta_path`, and finds modules as the interpreter does.
-    """
-
-    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
-        self._functions = functions
+    def __init__(self, name: str, function: Callable[[Any], None]) -> None:
+        self._name, self._function = name, function
 
     @classmethod
-    def install(cls, functions: dict[str, Callable[[Any], None]]) -> None:
-        """Call each function, by the name of its module; at once, if the module is loaded already."""
-        for name in [name for name in functions if name in sys.modules]:
-            functions.pop(name)(sys.modules[name])
-        sys.meta_path.insert(0, cls(functions))
+    def install(cls, name: str, function: Callable[[Any], None]) -> None:
+        """Call the function with the module of this name; at once, if it is loaded already."""
+        if name in sys.modules:
+            function(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, cls(name, function))
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """See importlib."""
-        function = self._functions.pop(name, None)
-        if function is None:
+        if name != self._name:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_call(module: types.ModuleType) -> None:
                 execute(module)
-                function(module)
+                self._function(module)
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
@@ -296,8 +268,6 @@ def _exit_code(error: SystemExit, control: Control) -> int:
     if code & 0xFF:
         if (handled := _handled_by(error)) is not None:
             control.send(_describe(handled, "seen_error"))
-        elif _printed is not None and time.time() - _printed["time"] < _PRINTED_S:
-            control.send(_printed)
         control.send({"event": "exit", "place": _stacks.place_of_error(error.__traceback__)})
     return code & 0xFF
 
@@ -311,74 +281,7 @@ def _handled_by(error: SystemExit) -> Exception | None:
     return handled if isinstance(handled, Exception) else None
 
 
-def _watch_printed_errors() -> None:
-    """Remember what the script prints by `traceback` or `logging`: it may call sys.exit() after that."""
-
-    def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(error: Any, *args: Any, **options: Any) -> Any:
-            global _printed
-            # In the old form of a call, the type is the first argument.
-            value = args[0] if args else options.get("value", error)
-            if isinstance(value, Exception):
-                _printed = _describe(value, "seen_error")
-            return function(error, *args, **options)
-
-        return call
-
-    module: Any = traceback
-    module.print_exception = remembering(traceback.print_exception)
-    module.format_exception = remembering(traceback.format_exception)
-
-
-@dataclasses.dataclass
-class _Save:
-    """A save in a thread of an executor, such as that of `torch.distributed.checkpoint.async_save`."""
-
-    place: str  # the line of the script that began it
-    error: BaseException | None = None
-    was_read: bool = False
-
-
-def _watch_saves(futures: Any) -> None:
-    """Watch saves whose error is only in a future, which the script need not read."""
-    submit: Any = futures.ThreadPoolExecutor.submit
-
-    @functools.wraps(submit)
-    def call(executor: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        future = submit(executor, function, *args, **options)
-        if str(getattr(function, "__module__", "")).startswith(_SAVES):
-            _watch_save(future, _Save(_stacks.place_of_frame(sys._getframe(1))))
-        return future
-
-    futures.ThreadPoolExecutor.submit = call
-    os.register_at_fork(after_in_child=_failed_saves.clear)
-
-
-def _watch_save(future: Any, save: _Save) -> None:
-    def reads(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(timeout: float | None = None) -> Any:
-            try:
-                return function(timeout)
-            finally:
-                save.was_read = future.done()
-
-        return call
-
-    exception_of = future.exception
-    future.result, future.exception = reads(future.result), reads(future.exception)
-
-    def done(future: Any) -> None:
-        save.error = None if future.cancelled() else exception_of()
-        if save.error is not None:
-            _failed_saves.append(save)
-
-    future.add_done_callback(done)
-
-
-def _crash(
-    error: BaseException, control: Control, hook: Callable[..., Any], **facts: Any
-) -> NoReturn:
+def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> NoReturn:
     """Report the error to the launcher and end at once, without waiting for peers."""
     shown = False
     user_hook = _user_hook(hook, error)
@@ -390,7 +293,7 @@ def _crash(
             shown = True
         except BaseException as broken:
             print(f"sys.excepthook raised {type(broken).__name__}: {broken}", file=sys.stderr)
-    event = _describe(error, "final_error", shown=shown, **facts)
+    event = _describe(error, "final_error", shown=shown)
     report = event["error"]
     if not control.send(event):
         print(report["traceback"], file=sys.stderr)
@@ -495,21 +398,7 @@ def _finish() -> None:
     ended inside C++ code. `destroy_process_group()` makes this rarer but not impossible: a group that DDP
     has used keeps its threads. If such threads exist, the rest of the shutdown is skipped. Python has joined
     threads and run atexit functions by then; this function finalises the script's objects and flushes files.
-
-    A save in the background that failed, and whose future the script did not read, makes the run fail.
     """
-    unread = next((save for save in _failed_saves if not save.was_read), None)
-    if (
-        unread is not None
-        and unread.error is not None
-        and _control
-        and not (_status or _interrupted)
-    ):
-        at = f", which began at {unread.place}," if unread.place else ""
-        unread.error.add_note(
-            f"This save{at} failed in the background, and nothing called result() of its future."
-        )
-        _crash(unread.error, _control, sys.excepthook, place=unread.place)
     if not _has_group_threads():
         return
     _drop_script()

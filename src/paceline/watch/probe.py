@@ -53,7 +53,6 @@ class Probe:
         # timer without its thread, and faulthandler would join that thread forever at exit. Reentrant,
         # because a signal handler may run in the thread that holds it.
         self._timer_lock = threading.RLock()
-        self._ended = False
         self._forked_while: list[
             str
         ] = []  # other threads at the last fork; a child keeps those at its own
@@ -64,8 +63,7 @@ class Probe:
             after_in_child=self._timer_lock.release,
         )
         multiprocessing.util.register_after_fork(self, Probe._in_child)
-        # The launcher has the file open under the same number, so it can be opened again.
-        self._start(fd, f"/proc/{os.getppid()}/fd/{fd}")
+        self._start(fd)
 
     def count_optimizer_steps(self, module: Any) -> None:
         """Count the calls of optimizer.step(), of all optimizers together; takes `torch.optim.optimizer`."""
@@ -75,16 +73,16 @@ class Probe:
 
         module.register_optimizer_step_post_hook(count)
 
-    def _start(self, fd: int, path: str = "") -> None:
+    def _start(self, fd: int) -> None:
         os.set_inheritable(fd, False)
-        self._fd, self._inode, self._path = fd, os.fstat(fd).st_ino, path
+        self._fd, self._inode = fd, os.fstat(fd).st_ino
         threading.Thread(target=self._beat, name=PROBE_NAME, daemon=True).start()
 
     def _in_child(self) -> None:
         # A loader worker, or another process that multiprocessing forked. The launcher finds it by the
         # name of the file.
         self.main = threading.main_thread().ident or 0
-        if self._ensure_open():
+        if self._is_open():
             os.close(self._fd)
         self._start(os.memfd_create(PROBE_NAME))
 
@@ -125,7 +123,7 @@ class Probe:
             }
             line = json.dumps(beat).encode() + b"\n"
             with self._timer_lock:
-                if self._ended or not self._ensure_open():
+                if not self._is_open():
                     return
                 os.pwrite(self._fd, line, 0)
                 os.ftruncate(self._fd, len(line))
@@ -134,16 +132,9 @@ class Probe:
                     _dump_later(_DUMP_AFTER_S, file=self._fd)
             time.sleep(_BEAT_S)
 
-    def _ensure_open(self) -> bool:
-        """Open the file again if the script has closed it; False if that is not possible."""
-        # If a script has closed all files, the number may belong to another file now.
+    def _is_open(self) -> bool:
+        # If a script has closed all files, the number may belong to a file of the script now.
         with contextlib.suppress(OSError):
-            if os.fstat(self._fd).st_ino == self._inode:
-                return True
-        if self._timer:
-            faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             return os.fstat(self._fd).st_ino == self._inode
         return False
 
@@ -151,21 +142,9 @@ class Probe:
         with self._timer_lock:
             if self._timer:
                 faulthandler.cancel_dump_traceback_later()
-            if not self._ended and self._ensure_open():
+            if self._is_open():
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, text.encode() + b"\n", 0)
-
-    def write_last_line(self, line: bytes) -> None:
-        """Write a last line into the file, and end the beats.
-
-        Raises:
-            OSError: the file does not exist any more.
-        """
-        with self._timer_lock:
-            self._ended = True
-            if not self._ensure_open():
-                raise OSError("the launcher is gone")
-            os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
     def answer(self, number: int, send: Callable[[dict[str, Any]], Any]) -> None:
         """Send the state of this rank, as an answer to the question with this number."""
