@@ -260,12 +260,6 @@ def stat_fields(folder: str) -> list[str]:
     return read_text(Path(folder, "stat")).rpartition(")")[2].split()
 
 
-def ephemeral_ports() -> tuple[int, int] | None:
-    """First and last of the ports that the kernel chooses from; None if unknown."""
-    words = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    return (int(words[0]), int(words[1])) if len(words) == 2 else None
-
-
 def _duration(seconds: float) -> str:
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.job import network
-from paceline.job.network import Route, interface_variables, ports_outside, route_to
+from paceline.job.network import Route, interface_variables, route_to
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2", "fe80::2"], "ib0": ["192.168.0.2"]}
 NAMES = {"node0": "10.0.0.1", "me": "10.0.0.2", "debian": "127.0.1.1", "fast": "192.168.0.9"}
@@ -78,9 +78,3 @@ def test_variables_that_are_set_stay_as_they_are() -> None:
         "TP_SOCKET_IFNAME": "eth0",
     }
     assert interface_variables(Route("lo", "127.0.0.1", ""), {}) == {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-def test_ports_of_the_kernel_that_a_firewall_may_close_are_named() -> None:
-    assert ports_outside((1, 65535)) == []
-    [note] = ports_outside((29500, 29550))
-    assert "sysctl net.ipv4.ip_local_port_range='29500 29550'" in note

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.machine import ephemeral_ports, network_interfaces
+from paceline.machine import network_interfaces
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -145,14 +145,3 @@ def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, s
     """
     names = VARIABLES[:1] if is_loopback(route.address) else VARIABLES
     return {name: route.interface for name in names if name not in environ}
-
-
-def ports_outside(ports: tuple[int, int]) -> list[str]:
-    """A note if the kernel gives Gloo and NCCL ports that are outside of these, from first to last."""
-    chosen = ephemeral_ports()
-    if chosen is None or (ports[0] <= chosen[0] and chosen[1] <= ports[1]):
-        return []
-    return [
-        f"Gloo and NCCL listen on ports that the kernel chooses, {chosen[0]}-{chosen[1]}: open these too, or "
-        f"on all nodes run `sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[1]}'`"
-    ]

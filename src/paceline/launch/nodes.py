@@ -411,21 +411,15 @@ class NodeRendezvous(Rendezvous):
         )
 
     def _serve_ranks(self) -> TCPStore:
-        first, last = self._options.ports or (0, 0)
-        for port in range(first, last + 1):
-            with contextlib.suppress(OSError):
-                listener = listen_for(self._facts.address, port)
-                store: TCPStore = store_on(listener, STORE_TIMEOUT)
-                return store
-        raise LaunchFailed(
-            f"no port of --port-range {first}-{last} is free on this host."
-            if last
-            else f"the store of the ranks cannot listen on {self._facts.address}.",
-            where=f"host {self._facts.host}",
-            fix="give a larger range, or end what listens there: `ss -ltnp`."
-            if last
-            else "give an address of this host as --local-addr.",
-        )
+        try:
+            store: TCPStore = store_on(listen_for(self._facts.address, 0), STORE_TIMEOUT)
+        except OSError as error:
+            raise LaunchFailed(
+                f"the store of the ranks cannot listen on {self._facts.address}: {error}.",
+                where=f"host {self._facts.host}",
+                fix="give an address of this host as --local-addr.",
+            ) from error
+        return store
 
     def serve(self) -> None:
         """The ranks of several nodes start after their store."""

@@ -54,15 +54,8 @@ _OWN: tuple[tuple[str, Any, Any, str], ...] = (
         str,
         None,
         "HOST[:PORT] of the rendezvous, the same on all of them; short for --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}, or the first of --port-range). The node "
+        f"--rdzv-endpoint HOST:PORT (default port: {_C10D_PORT}). The node "
         "with --node-rank 0, or else the one that has the address, serves it",
-    ),
-    (
-        "--port-range",
-        str,
-        None,
-        "FIRST-LAST, the ports that the launchers may listen on, for firewalls; Gloo and NCCL take theirs "
-        "from the kernel's net.ipv4.ip_local_port_range",
     ),
     (
         "--hang-after",
@@ -209,7 +202,6 @@ class LaunchOptions:
         endpoint: Of the rendezvous; None for one node.
         address: Where one node binds its store.
         node_rank: The number that the user gave this node; None if there is none.
-        ports: First and last port that the launcher may listen on; None: the kernel chooses.
         notes: Printed at the start, one sentence each.
     """
 
@@ -221,7 +213,6 @@ class LaunchOptions:
     endpoint: Endpoint | None
     address: tuple[str, int]
     node_rank: int | None
-    ports: tuple[int, int] | None
     rendezvous: RendezvousOptions
     notes: tuple[str, ...]
 
@@ -359,20 +350,13 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if not args.standalone:
         node_rank = _apply_slurm(args, os.environ, node_rank, notes)
     low, high = _nodes(args.nnodes)
-    ports = _port_range(args)
     configured = _read_configuration(args.rdzv_conf)
     endpoint, address = None, (_LOOPBACK, 0)
     if high == 1 or args.standalone:
         address = _own_address(args, high, notes)
     else:
         _check_node_rank(node_rank, high)
-        endpoint = _endpoint(args, ports, node_rank, configured.pop("is_host", None))
-    if ports is not None and endpoint is None:
-        raise ConfigError(
-            "--port-range has no effect here.",
-            why="one node needs no open port.",
-            fix="leave it out, or give --nnodes and --host.",
-        )
+        endpoint = _endpoint(args, node_rank, configured.pop("is_host", None))
     for word in args.training_script_args:
         name = word.partition("=")[0].replace("_", "-")
         if name in ("--nproc-per-node", "--nnodes", "--max-restarts"):
@@ -398,7 +382,6 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         endpoint=endpoint,
         address=address,
         node_rank=node_rank if node_rank is not None or args.rdzv_backend != "static" else 0,
-        ports=ports,
         rendezvous=RendezvousOptions(**configured),
         notes=tuple(notes),
     )
@@ -439,19 +422,6 @@ def _read_configuration(text: str) -> dict[str, Any]:
                 )
             found[key if key == "keep_alive_max_attempt" else f"{key}_s"] = number
     return found
-
-
-def _port_range(args: Namespace) -> tuple[int, int] | None:
-    if args.port_range is None:
-        return None
-    first, _, last = args.port_range.partition("-")
-    if first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16:
-        return int(first), int(last)
-    raise ConfigError(
-        f"--port-range must be FIRST-LAST, and is {args.port_range!r}.",
-        why="a launcher may need two ports: for the rendezvous, and for the store of the ranks.",
-        fix="give two ports from 1 to 65535, such as --port-range=29500-29550.",
-    )
 
 
 def _apply_slurm(
@@ -517,16 +487,12 @@ def _own_address(args: Namespace, nodes: int, notes: list[str]) -> tuple[str, in
     return _LOOPBACK if host == "localhost" else host, port
 
 
-def _endpoint(
-    args: Namespace, ports: tuple[int, int] | None, node_rank: int | None, is_host: bool | None
-) -> Endpoint:
+def _endpoint(args: Namespace, node_rank: int | None, is_host: bool | None) -> Endpoint:
     """The rendezvous endpoint of several nodes."""
     host, port, is_named = _rendezvous_endpoint(args)
     if args.rdzv_backend == "static":
         node_rank = node_rank or 0  # torchrun's default
     default = _C10D_PORT if is_named or args.rdzv_backend != "static" else _STATIC_PORT
-    if args.host is not None and ports is not None:
-        default = ports[0]
     if is_host is None and node_rank is not None:
         is_host = node_rank == 0
     return Endpoint(

@@ -20,7 +20,6 @@ from paceline.job.network import (
     Route,
     interface_variables,
     is_loopback,
-    ports_outside,
     route_to,
 )
 from paceline.launch import failure_report, signals
@@ -310,8 +309,6 @@ class Supervisor:
         elif route is None and self._options.endpoint is not None:
             host = self._options.endpoint.host
             yield f"no interface of this host leads to {host}: Gloo and NCCL choose theirs"
-        if self._options.ports is not None:
-            yield from ports_outside(self._options.ports)
 
     def _spec(self, local_rank: int, variables: dict[str, str]) -> RankSpec:
         filtered = self._options.shown_local_ranks
