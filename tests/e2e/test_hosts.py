@@ -116,8 +116,12 @@ def test_mpi_ranks_of_two_hosts(tmp_path: Path, kind: str, backend: str) -> None
     if backend == "mpi" and not importlib.util.find_spec("mpi4py"):
         pytest.skip("mpi4py is not installed (pip install mpi4py)")
     launcher, option, slots = {
-        "openmpi": ("mpirun.openmpi --allow-run-as-root --mca plm_rsh_agent", "--host", ":1"),
-        # mpiexec of MPICH tells no rank of another host.
+        "openmpi": (
+            "mpirun.openmpi -x MASTER_ADDR=10.77.0.1 -x MASTER_PORT=29500 --allow-run-as-root "
+            "--mca plm_rsh_agent",
+            "--host",
+            ":1",
+        ),
         "mpich": (
             "mpiexec.hydra -genv MASTER_ADDR 10.77.0.1 -genv MASTER_PORT 29500 -launcher-exec",
             "-hosts",

@@ -7,7 +7,6 @@ contradicts itself is an error that names the variables. Without any set the job
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
-_MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"  # of OpenMPI 4
 DRY_RUN_VARIABLE = "PACELINE_DRY_RUN"
 DRY_RUN = "dry run"  # the launcher of a rank whose peers do not exist
 FIREWALL_PORTS = slurm.PORTS
@@ -69,18 +67,11 @@ def read(environ: Mapping[str, str]) -> RankInfo:
         return _torchrun(environ)
     for names, build in ((OPEN_MPI, _open_mpi), (HYDRA, _hydra)):
         if all(name in environ for name in names):
-            return _refuse_contradiction(environ, build(environ))
+            return build(environ)
     step = slurm.read_rank(environ)
     if step is not None:
-        return _refuse_contradiction(environ, _slurm(environ, step))
+        return _slurm(environ, step)
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if "PRTE_LAUNCHED" in environ and "PMIX_RANK" in environ:
-        raise ConfigError(
-            "prterun started this process, which sets PMIX_RANK but no world size.",
-            why="each rank would train alone.",
-            fix="start with mpirun of OpenMPI 5, which runs prterun and sets OMPI_COMM_WORLD_SIZE.",
-            variables=list(OPEN_MPI),
-        )
     return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
@@ -153,61 +144,17 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
 
 def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    # On one host, where the key gives the port of the store: OpenMPI 4 hashes its names to 16 bits, and the
+    # port of its server, one for each host, distinguishes jobs of one time.
     server = environ.get("PMIX_SERVER_URI2", "")
-    master = _named_master(environ)
-    size, local_size = (_integer(environ, variable) for variable in OPEN_MPI[1::2])
-    if size == local_size:
-        # OpenMPI 4 hashes its names to 16 bits; the port of its server distinguishes jobs of one time.
-        return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None, master)
-    # For the same reason the address of mpirun, which OpenMPI 4 gives to all ranks.
-    job = f"{name} {environ.get(_MPIRUN_URI, '')}" if name else None
-    if master is None:
-        host = _host_of_mpirun(environ)
-        if not host or job is None:
-            why = "the variables of mpirun have no name and no IPv4 address of its own host."
-            raise _unknown_host(why, option="-x {}={}")
-        # The server of this host is mpirun itself if its number is 0.
-        if environ[OPEN_MPI[0]] == "0" and ".0;" not in server:
-            why = "the variables of mpirun name only its own host, and rank 0 is on another one."
-            raise _unknown_host(why, option="-x {}={}")
-        master = f"{host}:{computed_port(job)}"
-    return _mpi(environ, OPEN_MPI, job, master)
-
-
-def _host_of_mpirun(environ: Mapping[str, str]) -> str:
-    """The host of mpirun, which usually has rank 0; empty if its variables do not have it."""
-    four = re.search(r"tcp://([^,:]+)", environ.get(_MPIRUN_URI, ""))
-    five = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))
-    found = four or five
-    return found[1] if found else ""
+    one_host = environ[OPEN_MPI[1]] == environ[OPEN_MPI[3]]
+    job_key = f"{name} {server}" if name and one_host else name
+    return _mpi(environ, OPEN_MPI, job_key, option="-x {}={}")
 
 
 def _hydra(environ: Mapping[str, str]) -> RankInfo:
     # No variable of Hydra names the job: HYDI_CONTROL_FD is 7 in all of them.
-    info = _mpi(environ, HYDRA, None, _named_master(environ))
-    if not info.one_host and info.master is None:
-        raise _unknown_host(
-            "mpiexec of MPICH and Intel MPI tells no rank of another host.", option="-genv {} {}"
-        )
-    return info
-
-
-def _unknown_host(why: str, *, option: str) -> ConfigError:
-    """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0.
-
-    Args:
-        option: How this mpirun sets a variable of its ranks, with `{}` for the name and for the value.
-    """
-    address, port = (
-        option.format("MASTER_ADDR", "<host of rank 0>"),
-        option.format("MASTER_PORT", 29500),
-    )
-    return ConfigError(
-        "MPI ranks on several hosts do not know the host of rank 0.",
-        why=why,
-        fix=f"mpirun {address} {port} ...",
-        variables=["MASTER_ADDR", "MASTER_PORT"],
-    )
+    return _mpi(environ, HYDRA, None, option="-genv {} {}")
 
 
 def computed_port(job: str, ports: tuple[int, int] = FIREWALL_PORTS) -> int:
@@ -221,12 +168,27 @@ def computed_port(job: str, ports: tuple[int, int] = FIREWALL_PORTS) -> int:
 
 
 def _mpi(
-    environ: Mapping[str, str],
-    names: tuple[str, ...],
-    job_key: str | None,
-    master: str | None,
+    environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None, *, option: str
 ) -> RankInfo:
+    """A rank of MPI.
+
+    Args:
+        option: How this mpirun sets a variable of its ranks, with `{}` for the name and for the value.
+
+    Raises:
+        ConfigError: the ranks are on several hosts, and MASTER_ADDR is not set.
+    """
+    master = _named_master(environ)
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
+    if master is None and world_size != local_world_size:
+        address = option.format("MASTER_ADDR", "<host of rank 0>")
+        port = option.format("MASTER_PORT", 29500)
+        raise ConfigError(
+            "MPI ranks on several hosts do not know the host of rank 0.",
+            why="mpirun tells no rank the host of another one.",
+            fix=f"mpirun {address} {port} ...",
+            variables=["MASTER_ADDR", "MASTER_PORT"],
+        )
     return _checked(
         RankInfo(
             launcher="mpi",
@@ -303,17 +265,4 @@ def _checked(info: RankInfo, names: tuple[str, ...]) -> RankInfo:
             fix=f"check {', '.join(names)}; unset those that an outer launcher set.",
             variables=list(names),
         )
-    return info
-
-
-def _refuse_contradiction(environ: Mapping[str, str], info: RankInfo) -> RankInfo:
-    """Refuse RANK or WORLD_SIZE, which some scripts export, if they contradict the launcher."""
-    for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
-        if name in environ and _integer(environ, name) != value:
-            raise ConfigError(
-                f"{name}={environ[name]} contradicts the {info.launcher} launcher, which gives "
-                f"{value}.",
-                fix=f"unset {name}, or set all of torchrun's variables.",
-                variables=[name],
-            )
     return info
