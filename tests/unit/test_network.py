@@ -67,10 +67,6 @@ def test_a_host_owns_the_addresses_of_its_interfaces_and_its_own_name() -> None:
     ]
 
 
-def test_addresses_that_other_hosts_may_reach() -> None:
-    assert network.outside_addresses() == {"eth0": "10.0.0.2", "ib0": "192.168.0.2"}
-
-
 def test_variables_that_are_set_stay_as_they_are() -> None:
     route = Route("eth0", "10.0.0.2", "")
     assert interface_variables(route, {"NCCL_SOCKET_IFNAME": "ib"}) == {

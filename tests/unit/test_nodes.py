@@ -26,7 +26,7 @@ from paceline.launch.nodes import (
     order,
 )
 from paceline.launch.options import read_options
-from paceline.launch.rendezvous import Change, RendezvousClosed, RendezvousLost, Round
+from paceline.launch.rendezvous import RendezvousClosed, RendezvousLost, Round
 
 FIRST = NodeFacts(
     host="a",
@@ -181,20 +181,6 @@ def test_a_node_that_found_no_place_does_not_close_the_job_of_the_others(port: i
         assert {r.number for r in pool.map(lambda each: each.next_round(), members)} == {1}
     for member in members:
         member.close(job_ended=True)
-
-
-def test_the_others_restart_without_a_node_that_cannot_start_its_ranks(port: int) -> None:
-    met = _meet(port, ["--nnodes=1:2"], count=2, say=[])
-    stays, leaves = met[0][0], met[1][0]
-    assert leaves.leave()
-    leaves.close(job_ended=True)
-    deadline = time.monotonic() + 20
-    while (change := stays.change()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert change == Change("other nodes have begun a restart", joins=True, has_begun=True)
-    assert stays.next_round().nodes == 1
-    assert not stays.leave()
-    stays.close(job_ended=True)
 
 
 def test_a_number_of_a_living_node_is_refused_and_that_of_a_dead_one_taken(port: int) -> None:

@@ -50,20 +50,6 @@ def _addresses() -> list[str]:
     return outside or ["127.0.1.1"]
 
 
-def test_a_host_with_several_networks_and_a_loopback_name_says_where_it_listens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    address = network.own_address("debian")
-    monkeypatch.setattr(
-        store_server, "outside_addresses", lambda: {"eth0": address, "ib0": "192.168.0.2"}
-    )
-    with caplog.at_level("WARNING", "paceline"):
-        listen_for("debian", 0).close()
-        listen_for("127.0.0.1", 0).close()
-    (record,) = caplog.records
-    assert f"addresses {address} (eth0), 192.168.0.2 (ib0)" in record.getMessage()
-
-
 @pytest.mark.parametrize("host", ["nosuch", "0.0.0.0", "::", "0"])
 def test_the_store_never_listens_on_all_interfaces(host: str) -> None:
     with pytest.raises(ConfigError, match=r"nosuch does not resolve|means all interfaces"):

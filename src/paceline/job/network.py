@@ -112,16 +112,6 @@ def route_to(host: str) -> Route | None:
     return None
 
 
-def outside_addresses() -> dict[str, str]:
-    """An IPv4 address of each interface of this host that other hosts may reach, by the interface."""
-    found = {}
-    for name, addresses in network_interfaces().items():
-        own = [a for a in addresses if ":" not in a and not ipaddress.ip_address(a).is_loopback]
-        if own:
-            found[name] = own[0]
-    return found
-
-
 def own_address(host: str) -> str | None:
     """The address of this host at which others reach it by the name `host`; None if that does not resolve.
 

@@ -21,10 +21,8 @@ from paceline.job.network import (
     address_from_here,
     addresses_of,
     names_this_host,
-    outside_addresses,
     own_address,
 )
-from paceline.log import logger
 from paceline.machine import owner_of_port
 
 FIRST_REPORT_S = 5.0
@@ -97,15 +95,6 @@ def listen_for(
     if failure is not None or address is None:
         what, fix = failure or unresolved(host)
         raise ConfigError(f"this host has to serve the store of the job, and {what}.", fix=fix)
-    networks = outside_addresses()
-    if address in networks.values() and len(networks) > 1 and names_this_host(host):
-        listed = ", ".join(f"{own} ({name})" for name, own in networks.items())
-        logger.warning(
-            "the name %s is a loopback address on this host, which has the addresses %s. The store of "
-            "the job listens on %s. If other hosts reach this one by another address, give that as "
-            "MASTER_ADDR, or to paceline run as --local-addr.",
-            *(host, listed, address),
-        )
     return listen(address, port)
 
 

@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 import paceline
 from paceline.errors import LaunchFailed
-from paceline.job.network import address_from_here, names_this_host, route_to
+from paceline.job.network import address_from_here, route_to
 from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on
 from paceline.launch.endpoint import connect_store_at
 from paceline.launch.node_exchange import STORE_S, NodeExchange, NodeRecords
@@ -463,20 +463,6 @@ class NodeRendezvous(Rendezvous):
             self._sync_count, self._silent_s = self._records.sync_count, 0.0
         return self._records.lost or self._silent_s > _SILENT_S
 
-    def leave(self) -> bool:
-        """See the base class."""
-        low, _ = self._sizes
-        with contextlib.suppress(RendezvousLost), _reached():
-            while True:
-                state, text = self._read()
-                others = {*state.nodes, *state.waiting} - self._records.dead - {self._name}
-                if self._name not in state.nodes or len(others) < low:
-                    return False
-                wanted = State(state.round + 1, expected=tuple(sorted(others)))
-                if self._change_state(text, wanted):
-                    return True
-        return False
-
     def close(self, *, job_ended: bool) -> None:
         """See the base class."""
         with contextlib.suppress(RendezvousLost), _reached():
@@ -525,11 +511,6 @@ class NodeRendezvous(Rendezvous):
         if self._call("check", ["refused"]):
             refused = self._call("get", "refused").decode(errors="replace")
             text += f". A node was refused at {refused}"
-        host = self._endpoint.host
-        if names_this_host(host):
-            text += (
-                f". On this host {host} is this host itself: if that is wrong, correct /etc/hosts"
-            )
         self._say(text)
 
 

@@ -437,13 +437,6 @@ def _apply_slurm(
                 "all, write `srun --ntasks-per-node=1` before `paceline run`"
             )
         return node_rank
-    gpus, ranks = environ.get("SLURM_GPUS_ON_NODE", ""), args.nproc_per_node
-    if gpus.isdecimal() and ranks.isdecimal() and 0 < int(gpus) < int(ranks):
-        raise ConfigError(
-            f"--nproc-per-node is {ranks}, and Slurm gave this node {count_of(int(gpus), 'GPU')}.",
-            why="each rank needs a GPU of its own.",
-            fix=f"`#SBATCH --gpus-per-node={ranks}`, or --nproc-per-node={gpus}.",
-        )
     nodes = len(step.tasks)
     if given or nodes == 1:
         return node_rank

@@ -134,10 +134,6 @@ class Rendezvous:
         """
         return None
 
-    def leave(self) -> bool:
-        """Let the other nodes begin a new round without this one; False if they are too few for that."""
-        return False
-
     def close(self, *, job_ended: bool) -> None:
         """Release the store. With `job_ended`, also refuse nodes that come later."""
         self._store = None
