@@ -80,9 +80,9 @@ def test_devices_that_are_missing_name_the_way_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="and torch finds no GPU") as raised:
+    with pytest.raises(ConfigError, match="gpu cannot be used here: Cuda is not") as raised:
         read_options(["--nproc-per-node=gpu", "train.py"])
-    assert "--nproc-per-node=cpu" in str(raised.value)
+    assert "`cpu`" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ REFUSED = [
         (words.split(), said)
         for words, said in {
             "--nproc-per-node=0": "--nproc-per-node must be at least 1",
-            "--nproc-per-node=x": "--nproc-per-node must be a number, and is 'x'",
+            "--nproc-per-node=x": "--nproc-per-node=x cannot be used here",
             "--nnodes=0": "--nnodes must be 1 or more, and is 0",
             "--nnodes=a": "--nnodes must be a number or MIN:MAX",
             "--nnodes=2 --node-rank=-1": "--node-rank is -1, and there are 2 nodes",
@@ -215,8 +215,6 @@ def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.Monkey
 
 
 def test_host_counts_more_than_the_port_that_kubeflow_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--host and --master-port contradict"):
-        read_options(["--nnodes=2", "--host=10.0.0.1", "--master-port=4711", "t.py"])
     monkeypatch.setenv("PET_MASTER_PORT", "4711")
     options = read_options(["--nnodes=2", "--host=10.0.0.1", "t.py"])
     assert str(options.endpoint) == "10.0.0.1:29400"

@@ -27,12 +27,7 @@ def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
     assert signals.skip_grace
 
 
-def test_a_signal_for_ranks_that_have_ended_does_not_end_the_launcher() -> None:
+def test_a_signal_for_ranks_ends_the_launcher_while_no_script_runs() -> None:
     signals = ReceivedSignals()
-    signals._note_for_ranks(signal.SIGUSR1, None)  # while the last rank ends
-    with signals.interruptible(ranks_ended=True):
-        signals._note_for_ranks(signal.SIGUSR2, None)
-    signals.check()
-    assert signals.take_for_ranks() == []
-    with pytest.raises(SignalReceived), signals.interruptible():  # before the scripts begin
+    with pytest.raises(SignalReceived), signals.interruptible():
         signals._note_for_ranks(signal.SIGUSR1, None)

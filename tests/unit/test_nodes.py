@@ -34,7 +34,6 @@ FIRST = NodeFacts(
     number=None,
     nodes="2",
     ranks=1,
-    role="default",
     script="train.py",
     digest="1",
 )
@@ -144,7 +143,7 @@ def test_launchers_meet_restart_and_close() -> None:
         (1, 2, 0),
         (2, 4, 0),
     ]
-    assert {(r.nodes, r.world_size, r.role_world_size) for r in rounds} == {(3, 6, 6)}
+    assert {(r.nodes, r.world_size) for r in rounds} == {(3, 6)}
     assert len({(r.address, r.port) for r in rounds}) == 1
     first, *others = [each[0] for each in met]
     assert first.change() is None

@@ -92,7 +92,6 @@ class NodeFacts:
     number: int | None
     nodes: str
     ranks: int
-    role: str
     script: str
     digest: str
     torch: str = torch.__version__
@@ -118,7 +117,6 @@ def facts_of_this_node(options: LaunchOptions, address: str) -> NodeFacts:
         number=options.node_rank,
         nodes=options.nnodes,
         ranks=options.nproc,
-        role=options.args.role,
         script=script,
         digest=digest,
     )
@@ -394,8 +392,6 @@ class NodeRendezvous(Rendezvous):
                 return None
             time.sleep(_FIRST_POLL_S)
         each = [facts[name] for name in state.nodes]
-        roles = [other for other in each if other.role == self._facts.role]
-        before = [other for other in each[:node] if other.role == self._facts.role]
         exchange = NodeExchange(self._records, state.round, state.nodes)
         return Round(
             number=state.round,
@@ -403,8 +399,6 @@ class NodeRendezvous(Rendezvous):
             nodes=len(each),
             first_rank=sum(other.ranks for other in each[:node]),
             world_size=sum(other.ranks for other in each),
-            first_role_rank=sum(other.ranks for other in before),
-            role_world_size=sum(other.ranks for other in roles),
             address=each[0].address,
             port=int(self._call("get", key)),
             exchange=exchange if len(each) > 1 else None,

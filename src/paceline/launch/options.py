@@ -506,7 +506,7 @@ def _rendezvous_endpoint(args: Namespace) -> tuple[str, int | None, bool]:
 
 
 def _check_host(args: Namespace) -> None:
-    """Refuse --host beside options that contradict it, and unknown backends."""
+    """Refuse --host beside --rdzv-endpoint, and unknown backends."""
     if args.host is None:
         if args.rdzv_backend not in ("static", "c10d"):
             raise ConfigError(
@@ -515,20 +515,9 @@ def _check_host(args: Namespace) -> None:
                 fix="give --host with the address of a node, or --rdzv-backend=c10d.",
             )
         return
-    given = [
-        name
-        for name, is_given in (
-            ("--rdzv-endpoint", bool(args.rdzv_endpoint)),
-            ("--rdzv-backend", args.rdzv_backend not in ("static", "c10d")),
-            # Kubeflow sets PET_MASTER_PORT for all jobs.
-            ("--master-port", args.master_port is not None and "PET_MASTER_PORT" not in os.environ),
-        )
-        if is_given
-    ]
-    if given:
+    if args.rdzv_endpoint:
         raise ConfigError(
-            f"--host and {given[0]} contradict each other.",
-            fix="leave one of them out; a port is given as --host HOST:PORT.",
+            "--host and --rdzv-endpoint contradict each other.", fix="leave one of them out."
         )
     args.rdzv_backend = "c10d"
 
@@ -570,20 +559,11 @@ def _count_devices(word: str) -> int:
     try:
         return int(determine_local_world_size(word))
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
-        if word in ("gpu", "xpu"):
-            raise ConfigError(
-                f"--nproc-per-node={word}, and torch finds no {word.upper()} on this host.",
-                where=f"host {socket.gethostname()}, torch {torch.__version__}",
-                why="this torch was built without support for it, none is visible, or its driver does not "
-                "answer.",
-                fix="run `paceline doctor`; to run without it, give a number or --nproc-per-node=cpu.",
-            ) from error
         raise ConfigError(
-            f"--nproc-per-node must be a number, and is {word!r}.",
-            where="the command line, or PET_NPROC_PER_NODE",
-            why="other values are `gpu` and `xpu` (one rank for each device), `cpu` (one for each core) "
-            "and `auto`.",
-            fix="give the number of ranks on this node, such as --nproc-per-node=2.",
+            f"--nproc-per-node={word} cannot be used here: {error}",
+            where=f"host {socket.gethostname()}, torch {torch.__version__}",
+            fix="give the number of ranks on this node, `gpu`, `xpu`, `cpu` or `auto`. If it has GPUs that torch "
+            "does not find, run `paceline doctor`.",
         ) from error
 
 

@@ -29,7 +29,6 @@ class Round:
         number: Of rounds before this one. Equal on all nodes.
         node: Number of this node, from 0 to `nodes` - 1.
         first_rank: Rank of local rank 0; the other ranks of the node follow.
-        first_role_rank: The same, among the ranks of nodes with the same `--role`.
         address: Of the store of the ranks.
         exchange: With the launchers of other nodes; None if there is one node.
     """
@@ -39,8 +38,6 @@ class Round:
     nodes: int
     first_rank: int
     world_size: int
-    first_role_rank: int
-    role_world_size: int
     address: str
     port: int
     exchange: NodeExchange | None = None
@@ -110,8 +107,6 @@ class Rendezvous:
             nodes=1,
             first_rank=0,
             world_size=self._ranks,
-            first_role_rank=0,
-            role_world_size=self._ranks,
             address=address,
             port=port,
         )

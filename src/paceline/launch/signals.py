@@ -37,7 +37,7 @@ class ReceivedSignals:
         self.received: list[signal.Signals] = []
         self._first_at = self._last_at = 0.0
         self._for_ranks: list[signal.Signals] = []
-        self._interruptible = self._ranks_ended = False
+        self._interruptible = False
 
     @property
     def skip_grace(self) -> bool:
@@ -61,17 +61,9 @@ class ReceivedSignals:
         return taken
 
     @contextlib.contextmanager
-    def interruptible(self, *, ranks_ended: bool = False) -> Iterator[None]:
-        """Let a signal interrupt the body, which waits for other nodes while no script runs.
-
-        Args:
-            ranks_ended: Whether to drop SIGUSR1 and SIGUSR2, because the ranks that they are for have ended.
-                Before the scripts begin, these signals end the launcher.
-        """
-        for_ranks = self.take_for_ranks()
-        self._ranks_ended = ranks_ended
-        if not ranks_ended:
-            self.received += for_ranks
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal interrupt the body, which waits for other nodes while no script runs."""
+        self.received += self.take_for_ranks()
         # First this, then the check: between them, a signal would be missed.
         self._interruptible = True
         try:
@@ -81,15 +73,15 @@ class ReceivedSignals:
             self._interruptible = False
 
     @contextlib.contextmanager
-    def handled(self, numbers: Sequence[signal.Signals], *, force: bool) -> Iterator[None]:
-        """Handle these signals in the body; with `force`, also those that were ignored.
+    def handled(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+        """Handle these signals in the body, except those that are ignored.
 
         SIGUSR1 and SIGUSR2 are forwarded to the ranks, unless they are among these or handled already.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
-                if force or signal.getsignal(number) is not signal.SIG_IGN:
+                if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
             for number in _FOR_RANKS:
                 if number not in before and signal.getsignal(number) is signal.SIG_DFL:
@@ -111,7 +103,7 @@ class ReceivedSignals:
     def _note_for_ranks(self, number: int, frame: FrameType | None) -> None:
         if not self._interruptible:
             self._for_ranks.append(signal.Signals(number))
-        elif not self._ranks_ended:
+        else:
             self._note(number, frame)  # no script runs that could receive it
 
 

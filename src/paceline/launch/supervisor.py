@@ -63,9 +63,7 @@ def launch(options: LaunchOptions, local_ranks: LocalRanks) -> int:
 
     received = signals.ReceivedSignals()
     local_ranks.has_signal = lambda: bool(received.received)
-    names = options.args.signals_to_handle
-    forced = names != signals.DEFAULT_SIGNALS
-    with received.handled(signals.parse_signals(names), force=forced):
+    with received.handled(signals.parse_signals(options.args.signals_to_handle)):
         try:
             rendezvous = _rendezvous(options, local_ranks, received)
         except signals.SignalReceived as error:
@@ -236,7 +234,7 @@ class Supervisor:
         if self._preempted:
             self._wait_for_nodes(self._options.grace_s(may_save=True))
         else:
-            with self._signals.interruptible(ranks_ended=True):
+            with self._signals.interruptible():
                 self._wait_for_nodes(_ENDED_WAIT_S)
 
     @property
@@ -327,11 +325,11 @@ class Supervisor:
             "RANK": here.first_rank + local_rank,
             "LOCAL_RANK": local_rank,
             "GROUP_RANK": here.node,
-            "ROLE_RANK": here.first_role_rank + local_rank,
+            "ROLE_RANK": here.first_rank + local_rank,
             "WORLD_SIZE": here.world_size,
             "LOCAL_WORLD_SIZE": options.nproc,
             "GROUP_WORLD_SIZE": here.nodes,
-            "ROLE_WORLD_SIZE": here.role_world_size,
+            "ROLE_WORLD_SIZE": here.world_size,
             "MASTER_PORT": here.port,
             "TORCHELASTIC_RESTART_COUNT": here.number,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
