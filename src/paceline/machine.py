@@ -171,14 +171,6 @@ def network_interfaces() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def mtu_of(interface: str) -> int | None:
-    """The MTU of an interface of this host, in bytes; None if there is no such interface."""
-    import psutil
-
-    state = psutil.net_if_stats().get(interface)
-    return None if state is None else int(state.mtu)
-
-
 def owner_of_port(port: int) -> str | None:
     """Describe the process that listens on a TCP port here: pid, command and age; None if there is none."""
     import psutil

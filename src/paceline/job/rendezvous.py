@@ -126,23 +126,13 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
             missing=[0],
             waited_s=timeout_s,
         )
-    try:
-        return dist.TCPStore(
-            address_from_here(host),
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except dist.DistNetworkError as error:
-        raise CollectiveTimeout(
-            f"what answers at {host}:{port} is not rank 0's store.",
-            where=rank_location(info.rank, info.world_size),
-            why=str(error).splitlines()[0],
-            fix="choose a MASTER_PORT that no other program uses.",
-            missing=[0],
-            waited_s=timeout_s,
-        ) from error
+    return dist.TCPStore(
+        address_from_here(host),
+        port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
 
 
 def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:

@@ -562,8 +562,8 @@ def _count_devices(word: str) -> int:
         raise ConfigError(
             f"--nproc-per-node={word} cannot be used here: {error}",
             where=f"host {socket.gethostname()}, torch {torch.__version__}",
-            fix="give the number of ranks on this node, `gpu`, `xpu`, `cpu` or `auto`. If it has GPUs that torch "
-            "does not find, run `paceline doctor`.",
+            fix="give the number of ranks on this node, `gpu`, `xpu`, `cpu` or `auto`. If it has GPUs that "
+            "torch does not find, run `paceline doctor`.",
         ) from error
 
 
