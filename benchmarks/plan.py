@@ -8,9 +8,11 @@ The hosts are network namespaces of this machine (root only) with one rank each.
 
 **predict** makes the runs that `plan` reads, with ddp and with fsdp: for N hosts N trainings of one process
 at once, without communication, so that each has the share of the cores that a rank will have. That is how
-ranks that outnumber the cores are treated; the model knows nothing of it. The links of 100 Mbit/s and
-1 Gbit/s are given by their rate. Of the link without a limit `paceline doctor` measures on N hosts what they
-reach. No point is left out.
+ranks that outnumber the cores are treated; the model knows nothing of it. Of each link
+`paceline doctor` measures on N hosts what they reach. No point is left out.
+
+The first predictions took the rates of the links in place of the doctor's, and no cost of casts to fp16:
+their mean error was 10.8 %, the worst 23 %, and the winner was right in 7 of 9 points.
 
 **measure** trains over the hosts, and takes the median window of clock.jsonl. The winner among the strategies
 on the same hosts and link is the one with the shortest step.
@@ -88,10 +90,8 @@ def train(made: LinkedHosts, side: str, steps: int, *, alone: bool = False) -> R
         return load(f"{folder}/0").record
 
 
-def link_of(made: LinkedHosts, rate: str | None) -> Link:
-    """The link as a user gives it."""
-    if rate is not None:
-        return read_link(f"{rate},50us")
+def link_of(made: LinkedHosts) -> Link:
+    """The link that the doctor measures."""
     words = ["run", f"--nnodes={made.count}", "--nproc-per-node=1", f"--host={made.address(0)}"]
     words += ["-m", "paceline", "doctor", "--json"]
     running = [
@@ -113,13 +113,20 @@ def predict() -> list[dict[str, Any]]:
                 side: read_step(side, train(made, side, 150, alone=True))
                 for side in ("ddp", "fsdp")
             }
-            links = {name: link_of(made, rate) for name, rate in LINKS.items()}
+        links = {}
+        for name, rate in LINKS.items():
+            with hosts(count, rate) as made:
+                links[name] = link_of(made)
         for name, link in links.items():
             for side, kind in STRATEGIES.items():
                 run = alone["fsdp" if side == "fsdp" else "ddp"]
                 found = estimate(run, link, Way(kind=kind), count, weak=True)
                 row = {"hosts": count, "link": name, "strategy": side}
                 row |= {"alone_ms": 1e3 * run.step_s, "link_mbit": 8e-6 * link.bytes_per_s}
+                row |= {
+                    "fp16_mbit": 8e-6 * link.fp16_bytes_per_s,
+                    "latency_us": 1e6 * link.latency_s,
+                }
                 row |= {
                     "predicted_ms": 1e3 * found.step_s,
                     "band_ms": [1e3 * each for each in found.band_s],

@@ -209,16 +209,34 @@ def test_a_training_writes_what_a_plan_needs(tmp_path: Path) -> None:
     assert found.powersgd_bytes == 2 * 4 * (512 + 1024 + 1024 + 8) + 4 * (1024 + 8)
 
 
+REDUCE = {
+    "world_size": 4,
+    "bytes": 16 * MB,
+    "seconds": 0.166,
+    "part_bytes": 1 * MB,
+    "part_seconds": 0.016,
+    "fp16_seconds": 0.106,
+}
+
+
 def test_the_link_of_a_doctor(tmp_path: Path) -> None:
-    reduce = {"world_size": 4, "bytes": 16 * MB, "seconds": 0.306, "small_seconds": 0.006}
     path = tmp_path / "doctor.json"
-    text = json.dumps({"facts": {"reduce": [reduce], "links": ["one"]}}, indent=1)
+    text = json.dumps({"facts": {"reduce": [REDUCE], "links": ["one"]}}, indent=1)
     path.write_text(
         "\n".join(f"[0] {line}" for line in text.splitlines())
     )  # as the launcher writes it
     link = read_link(str(path))
-    assert link.all_reduce_s(4, 16 * MB) == pytest.approx(0.306)
-    assert link.latency_s == pytest.approx(0.001)
+    assert link.latency_s == pytest.approx(0.001)  # 6 ms at 0 bytes
+    assert link.all_reduce_s(4, 16 * MB) == pytest.approx(0.166)
+    assert link.all_reduce_s(4, 1 * MB) == pytest.approx(0.016)
+    fp16 = estimate(RUN, link, Way(kind="fp16"), 4, weak=True).exposed_s
+    assert (
+        fp16
+        > estimate(RUN, replace(link, fp16_bytes_per_s=0), Way(kind="fp16"), 4, weak=True).exposed_s
+    )
+    assert replace(link, bytes_per_s=link.fp16_bytes_per_s).all_reduce_s(
+        4, 8 * MB
+    ) == pytest.approx(0.106)
 
 
 def test_the_rate_of_a_link_is_that_of_its_frames() -> None:
@@ -252,8 +270,7 @@ def test_a_doctor_of_one_host_has_no_link(
 ) -> None:
     _write(tmp_path)
     path = tmp_path / "doctor.json"
-    reduce = {"world_size": 2, "bytes": 16 * MB, "seconds": 0.3, "small_seconds": 0.006}
-    path.write_text(json.dumps({"facts": {"reduce": [reduce], "links": []}}))
+    path.write_text(json.dumps({"facts": {"reduce": [REDUCE], "links": []}}))
     assert main(["plan", str(tmp_path), "--link", str(path)]) == ExitCode.USAGE
     assert "it was measured on one host" in capsys.readouterr().err
     path.write_text("{}")

@@ -16,7 +16,7 @@ Accelerating Data Parallel Training", 2020). What is left at the end of the back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 _LINK_LEAST = 0.9  # of the bandwidth: the slow end of the band
@@ -29,10 +29,12 @@ class Link:
     Args:
         bytes_per_s: Payload in one direction.
         latency_s: Of a message.
+        fp16_bytes_per_s: With casts from fp32 and back; 0 if unknown, then as `bytes_per_s`.
     """
 
     bytes_per_s: float
     latency_s: float
+    fp16_bytes_per_s: float = 0.0
 
     def half_ring_s(self, ranks: int, size_bytes: float) -> float:
         """A ring reduce-scatter or all-gather of a tensor of `size_bytes`: (p - 1) (alpha + n / p / beta)."""
@@ -172,10 +174,14 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
     hides_s = share * run.forward_s, share * run.backward_s / ceil(run.micro_batches * share)
     exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
     if nodes > 1:
-        slow = Link(_LINK_LEAST * link.bytes_per_s, link.latency_s)
+        slow = replace(
+            link,
+            bytes_per_s=_LINK_LEAST * link.bytes_per_s,
+            fp16_bytes_per_s=_LINK_LEAST * link.fp16_bytes_per_s,
+        )
         exposed_s = _exposed_s(run, link, way, nodes, hides_s)
         most_s = _exposed_s(run, slow, way, nodes, (0.0, 0.0))
-        latency_s = most_s - _exposed_s(run, Link(slow.bytes_per_s, 0.0), way, nodes, (0.0, 0.0))
+        latency_s = most_s - _exposed_s(run, replace(slow, latency_s=0.0), way, nodes, (0.0, 0.0))
     parts = {
         "computation": computed_s,
         "data": share * run.data_s,
@@ -224,7 +230,10 @@ def _exposed_s(
         part = run.powersgd_bytes / total / 3
         sums = [3 * link.all_reduce_s(ranks, part * size) for size in run.buckets]
         return _left_s(run.buckets, sums, 0.0 if on_cpu else backward_s)
-    of_gradients = min(1.0, 2 * run.parameters / total) if way.kind == "fp16" else 1.0
+    of_gradients = 1.0
+    if way.kind == "fp16":
+        of_gradients = min(1.0, 2 * run.parameters / total)
+        link = replace(link, bytes_per_s=link.fp16_bytes_per_s or link.bytes_per_s)
     sums = [link.all_reduce_s(ranks, of_gradients * size) for size in run.buckets]
     return _left_s(run.buckets, sums, backward_s)
 

@@ -150,14 +150,15 @@ def _measured_link(path: str, device: str) -> Link:
             facts_of["gpu"] if device == "cuda" else facts_of for facts_of in facts["reduce"]
         ]
         slowest = max(reduces, key=lambda each: each["seconds"])
-        ranks, seconds, small_s = (
-            slowest[key] for key in ("world_size", "seconds", "small_seconds")
-        )
-        steps = 2 * (ranks - 1)
-        bytes_per_s = steps / ranks * slowest["bytes"] / (seconds - small_s)
-        if not facts["links"] or bytes_per_s <= 0:
+        ranks, size, part = (slowest[key] for key in ("world_size", "bytes", "part_bytes"))
+        # A line through two sizes (Hockney): the latency has what each message costs under load.
+        s_per_byte = (slowest["seconds"] - slowest["part_seconds"]) / (size - part)
+        fixed_s = max(0.0, slowest["seconds"] - s_per_byte * size)
+        fp16_s_per_byte = max(slowest["fp16_seconds"] - fixed_s, 0.0) / (size / 2)
+        if not facts["links"]:
             raise ValueError("it was measured on one host")
-        return Link(bytes_per_s, small_s / steps)
+        steps = 2 * (ranks - 1)
+        return Link(steps / ranks / s_per_byte, fixed_s / steps, steps / ranks / fp16_s_per_byte)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
