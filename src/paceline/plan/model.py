@@ -3,20 +3,17 @@
 The cost of a message of n bytes between two hosts is alpha + n / beta: latency and bandwidth of the link
 (Hockney, 1994). Collectives are rings, as in Gloo and NCCL for large tensors:
 
-- Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005: the cost
-  of reduce-scatter, all-gather and all-reduce in terms of alpha and beta.
+- Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
 - Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: a ring over
-  all ranks of several hosts uses each link between hosts once in each direction, so the ranks of a host
-  share one message.
-
-DDP sums a bucket while the backward computes the next one (Li et al.: "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training", 2020). What is left at the end of the backward is exposed.
+  all ranks of several hosts uses each link between hosts once in each direction.
+- Li et al.: "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020: DDP sums a
+  bucket while the backward computes the next one. What is left at the end of the backward is exposed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 _LINK_LEAST = 0.9  # of the bandwidth: the slow end of the band
@@ -55,7 +52,8 @@ class Measured:
         layout: "DDP" or "FSDP".
         global_batch: Samples of a step, over all ranks.
         micro_batches: In a step, on each rank.
-        data_s, forward_s, backward_s, optimizer_s, other_s: Parts of the step; `other_s` is the rest.
+        data_s, forward_s, backward_s: Parts of the step, for all its micro-batches.
+        other_s: The optimizer and the rest of the loop.
         communication_s: Exposed communication in a step of the run, beside these parts.
         spread: The step without communication in the middle half of the windows, by its median.
         parameters: Number of trained parameters.
@@ -76,12 +74,11 @@ class Measured:
     data_s: float
     forward_s: float
     backward_s: float
-    optimizer_s: float
     other_s: float
     communication_s: float
     spread: tuple[float, float]
     parameters: int
-    buckets: Sequence[float] = field(repr=False)
+    buckets: Sequence[float]
     powersgd_bytes: float
     compress: str
     memory_bytes: float
@@ -91,8 +88,8 @@ class Measured:
     @property
     def step_s(self) -> float:
         """A step of the run."""
-        parts = self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
-        return parts + self.communication_s
+        computed_s = self.forward_s + self.backward_s + self.other_s
+        return computed_s + self.data_s + self.communication_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +165,7 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
     ranks, run_ranks = nodes * run.ranks_per_node, run.nodes * run.ranks_per_node
     samples = run.global_batch * way.accumulate * (ranks / run_ranks if weak else 1)
     share = ceil(samples / ranks) / ceil(run.global_batch / run_ranks)
-    computed_s = share * (run.forward_s + run.backward_s) + run.optimizer_s + run.other_s
+    computed_s = share * (run.forward_s + run.backward_s) + run.other_s
     alone_s = computed_s + share * run.data_s
     # Micro-batches keep their size while a rank has as many samples as one of them.
     hides_s = share * run.forward_s, share * run.backward_s / ceil(run.micro_batches * share)

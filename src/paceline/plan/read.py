@@ -20,7 +20,6 @@ _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _LATENCY_S = 50e-6  # if it is not given
 _LEAST_WINDOWS = 3  # without the first, which has the warm-up
-_AGAIN = "run the script with training.report(folder) for 10 s, on one host, with this version."
 
 
 def read_step(name: str, record: Record) -> Measured:
@@ -41,17 +40,14 @@ def read_step(name: str, record: Record) -> Measured:
             f"{len(windows)} windows of the newest start can be used, and {_LEAST_WINDOWS} are needed.",
             where=where,
             why=f"{damaged}a window has the steps of about a second, and the first one has the warm-up.",
-            fix=_AGAIN,
+            fix="let the run make more steps.",
         )
-    _refuse_layout(run, where)
-    if missing := [
-        key for key in ("buckets", "global_batch", "local_world_size") if not run.get(key)
-    ]:
+    if why := _why_not(run):
         raise ConfigError(
-            f"the run does not tell its {', '.join(missing)}.",
+            "this run does not tell how long its steps would take on other numbers of nodes.",
             where=where,
-            why="it was made by another version of Paceline, or trains on a stream without a fixed batch.",
-            fix=_AGAIN,
+            why=why,
+            fix="plan from a run of 10 s of this version on one host, with ddp, fsdp, or one process.",
         )
     ranks, ranks_per_node = int(run["world_size"]), int(run["local_world_size"])
     # Ranks wait for each other, so the step takes as long as on the rank that waits least.
@@ -59,7 +55,7 @@ def read_step(name: str, record: Record) -> Measured:
     slowest = int(np.argmin(waits_s))
     parts: dict[str, Any] = {
         f"{phase}_s": float(np.median([w.per_step(phase, slowest) for w in windows]))
-        for phase in ("data", "forward", "backward", "optimizer")
+        for phase in ("data", "forward", "backward")
     }
     left_out = ("checkpoint", "evaluation")
     alone = [
@@ -88,26 +84,22 @@ def read_step(name: str, record: Record) -> Measured:
     )
 
 
-def _refuse_layout(run: Mapping[str, Any], where: str) -> None:
-    """Refuse a run whose record does not tell what its communication over more nodes costs."""
-    strategy, ranks = run.get("strategy"), run.get("world_size", 1)
-    nodes = ranks // max(1, run.get("local_world_size", ranks))
-    why = ""
-    if strategy not in ("", "DDP", "FSDP"):
-        why = f"its strategy is {strategy or 'unknown'}, and only DDP, FSDP and one process can be planned."
-    elif run.get("data_ranks") != ranks:
-        why = f"its model is split over ranks ({run.get('mesh')}), whose messages clock.jsonl does not count."
-    elif strategy == "FSDP" and nodes > 1:
-        why = f"it ran on {nodes} hosts with FSDP, whose waits count as forward and backward."
-    elif ranks % max(1, run.get("local_world_size", ranks)):
-        why = "its hosts have different numbers of ranks."
-    if why:
-        raise ConfigError(
-            "this run does not tell how long its steps would take on other numbers of nodes.",
-            where=where,
-            why=why,
-            fix="make some steps on one host with ddp, fsdp, or one process, and plan from that run.",
+def _why_not(run: Mapping[str, Any]) -> str:
+    """Why the record does not tell what the communication over more nodes costs; empty if it does."""
+    if missing := [
+        key for key in ("buckets", "global_batch", "local_world_size") if not run.get(key)
+    ]:
+        return f"it does not tell its {', '.join(missing)}: it is of another version, or trains on a stream."
+    ranks, ranks_per_node = run["world_size"], run["local_world_size"]
+    if run["strategy"] not in ("", "DDP", "FSDP"):
+        return (
+            f"its strategy is {run['strategy']}, and only DDP, FSDP and one process can be planned."
         )
+    if run["data_ranks"] != ranks:
+        return f"its model is split over ranks ({run['mesh']}), whose messages clock.jsonl does not count."
+    if run["strategy"] == "FSDP" and ranks > ranks_per_node:
+        return "it ran on several hosts with FSDP, whose waits count as forward and backward."
+    return "its hosts have different numbers of ranks." if ranks % ranks_per_node else ""
 
 
 def read_link(text: str, device: str = "cpu") -> Link:

@@ -77,24 +77,17 @@ def sections(plan: Plan) -> list[Section]:
         head = ["", *(count_of(each.nodes, "node") for each in own)]
         return Table(head, [[name, *map(cell, found)] for name, found in plan.ways.items()])
 
+    steps = Table(_STEP, [_row(plan, each) for each in own])
+    rates = of_all(lambda e: f"{e.samples_per_s:,.4g} ({e.exposed_s / e.step_s:.0%})")
+    what = "samples/s, and how much of a step waits for communication:"
+    chart = charts.lines(points, x="nodes", y="samples/s", series="way")
+    alt = "samples per second over the number of nodes, one line for each way to train"
+    memory = of_all(lambda e: _bytes(e.memory_bytes))
+    about = "memory of a rank after a step; on a GPU activations come on top:"
     return [
-        Section(
-            title="Steps",
-            text=_head(plan),
-            table=Table(_STEP, [_row(plan, each) for each in own]),
-        ),
-        Section(
-            title="Samples per second",
-            text=["samples/s, and how much of a step waits for communication:"],
-            table=of_all(lambda e: f"{e.samples_per_s:,.4g} ({e.exposed_s / e.step_s:.0%})"),
-            chart=charts.lines(points, x="nodes", y="samples/s", series="way"),
-            alt="samples per second over the number of nodes, one line for each way to train",
-        ),
-        Section(
-            title="Memory",
-            text=["memory of a rank after a step; on a GPU activations come on top:"],
-            table=of_all(lambda e: _bytes(e.memory_bytes)),
-        ),
+        Section(title="Steps", text=_head(plan), table=steps),
+        Section(title="Samples per second", text=[what], table=rates, chart=chart, alt=alt),
+        Section(title="Memory", text=[about], table=memory),
     ]
 
 
