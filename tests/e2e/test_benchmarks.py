@@ -27,6 +27,7 @@ SMALLEST = {
     "loader": "--rounds=1",
     "memory": "--rounds=1 --width=64",
     "overhead": "--rounds=1 --steps=20",
+    "plan": "predict --hosts 2",
     "precision": "--rounds=1 --only tiny",
     "probe": "--rounds=1",
     "reproducible": "--rounds=1 --steps=5",
