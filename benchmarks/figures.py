@@ -98,6 +98,14 @@ TABLES: dict[str, dict[str, Cell]] = {
         "first all-reduce": time("first_s", 1e6),
         "end of the command": time("whole_s", 1e6),
     },
+    "plan": {
+        "hosts": plain("hosts"),
+        "link": plain("link"),
+        "strategy": plain("strategy"),
+        "predicted": time("predicted_ms", 1e3),
+        "measured": time("measured_ms", 1e3),
+        "error": lambda row: f"{100 * row['error']:+.0f} %",
+    },
     "compression": {
         "network": plain("network"),
         "`compress`": plain("compress"),
