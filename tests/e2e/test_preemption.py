@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import Finished, alive, finish, node_words, run, spawn, start, wait_until
 
+from paceline.checkpoint.reader import read
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.job.preemption import SAME_SIGNAL_S
 
 SCRIPT = """
@@ -233,6 +239,100 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     done = finish(process)
     assert done.code == 143
     assert lines(tmp_path, "ended") == [], "the step did not end"
+
+
+SLOW_SAVE = """
+import os, time
+from paceline.checkpoint import writer
+from paceline.checkpoint.store import Store
+
+# Writing takes 0.4 s longer on rank 1, and the commit takes a second.
+write, commit, wait = Store.write, writer.commit, writer.Save._await
+
+def slow_write(self, name, parts):
+    if "rank-" in name and os.path.exists("signalled"):
+        time.sleep(float(os.environ["WRITE_S"]) + 0.4 * int(os.environ["RANK"]))
+    write(self, name, parts)
+
+def slow_commit(*args):
+    time.sleep(1 if os.path.exists("signalled") else 0)
+    commit(*args)
+
+def noted(self, keys):
+    if os.path.exists("signalled"):
+        open(f"written-{os.environ['RANK']}", "w").close()
+    wait(self, keys)
+
+Store.write, writer.commit, writer.Save._await = slow_write, slow_commit, noted
+""" + SCRIPT.replace('keep=2', 'keep=2, every_steps=8')
+
+
+def _second_signal(
+    tmp_path: Path, undisturbed: str, write_s: float, to_ranks: bool, before: Callable[[], object]
+) -> tuple[bool, bool]:
+    """Send a second signal after this; whether all ranks had written then, and whether the save counts."""
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "train.py").write_text(SLOW_SAVE)
+    words = ["run", "--nproc-per-node=3", "train.py"]
+    process = start(words, tmp_path, SLOW_S="0.05", WRITE_S=str(write_s))
+    wait_until((tmp_path / "kept/step-8").exists, process)
+    (tmp_path / "signalled").touch()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(SAME_SIGNAL_S)
+    before()
+    all_written = len(list(tmp_path.glob("written-*"))) == 3
+    saved = steps_in(tmp_path)
+    ranks = pids(tmp_path)
+    for pid in ranks.values() if to_ranks else [process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    done = finish(process)
+    assert done.code in (143, 75), done
+    store = open_store(str(tmp_path / "kept"))
+    for step in committed(store):
+        read(store, read_manifest(store, step))
+    counts = steps_in(tmp_path)[-1] > saved[-1] or done.code == 75
+    (tmp_path / "signalled").unlink()
+    assert weights(run(RANKS, SLOW_SAVE, tmp_path, WRITE_S="0")) == undisturbed
+    return all_written, counts
+
+
+def steps_in(folder: Path) -> list[int]:
+    return committed(open_store(str(folder / "kept")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts", "to_ranks"),
+    [
+        pytest.param(3, True, False, marks=pytest.mark.ci),
+        pytest.param(3, True, True, marks=pytest.mark.ci),
+        pytest.param(1, False, False, marks=pytest.mark.slow),
+        pytest.param(1, False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_signal_commits_what_all_ranks_have_written(
+    tmp_path: Path, undisturbed: str, ranks: int, counts: bool, to_ranks: bool
+) -> None:
+    def wait() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("written-*"))) >= ranks)
+
+    found = _second_signal(tmp_path, undisturbed, 1.0, to_ranks, wait)
+    assert found == (ranks == 3, counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_second_signal_at_random_moments_of_a_save_loses_nothing(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    rng = random.Random(1)
+    found = []
+    for number in range(20):
+        moment = functools.partial(time.sleep, rng.uniform(0, 1.8))
+        folder = tmp_path / str(number)
+        found.append(_second_signal(folder, undisturbed, 0.6, bool(number % 2), moment))
+    assert all(counts for all_written, counts in found if all_written), found
+    assert {all_written for all_written, _ in found} == {False, True}
 
 
 @pytest.mark.ci

@@ -345,6 +345,8 @@ class Checkpoints:
             save.cancel()
         self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest = None  # to own the folder, if another rank did
+        if collectives.on_rank0(job, lambda: step in committed(self._store)):
+            return  # it was in flight
         self._planner = Planner()  # these ranks write the shares of the others too
         self.save(job, step, state, finite=finite)
 

@@ -31,6 +31,7 @@ from paceline.credentials import redact
 from paceline.errors import CheckpointError
 from paceline.job.failures import Peers
 from paceline.job.job import Job
+from paceline.job.preemption import COMMIT_S, notice
 
 _POLL_S = 0.005
 _FIXES = {
@@ -169,11 +170,13 @@ class Save:
         self._began = time.monotonic()
         self.took_s = 0.0
         self._rank, self._world_size = job.rank, job.world_size
+        self._keys = [f"{rank}" for rank in range(job.world_size)]  # of the acknowledgements
         self._store = store
         self._scratch = store.scratch(f"step-{content.step}", content.attempt)
         self._ownership = ownership
         self._prune = prune
         self._cancel = threading.Event()
+        self._has_written = False
         self._acks: dist.Store | None = None
         self._marks: dist.Store | None = None  # where failed ranks leave a mark
         if job.store is not None:
@@ -183,6 +186,7 @@ class Save:
             self._acks = dist.PrefixStore(f"checkpoint/{number}", own_client)
             self._marks = own_client
         self._thread = threading.Thread(target=self._run, name="paceline-save", daemon=True)
+        notice.commits.add(self.finish_commit)
         self._thread.start()
 
     @property
@@ -200,14 +204,30 @@ class Save:
         self._thread.join(timeout=max(0.0, self._began + age_s - time.monotonic()))
         return self.is_done
 
+    def finish_commit(self) -> bool:
+        """Wait for the commit if this rank makes it and all ranks have written; whether that is so."""
+        # A forked process has this object without the thread.
+        if self._rank > 0 or not self._has_written or not self._thread.is_alive():
+            return False
+        try:
+            if self._acks is not None and not self._acks.check(self._keys):
+                return False
+        except RuntimeError:
+            return False  # the job's store ended with its host
+        self._thread.join(timeout=COMMIT_S)
+        return True
+
     def cancel(self) -> None:
-        """Give up without waiting for other ranks; it is not committed afterwards."""
-        self._cancel.set()
-        self._thread.join(timeout=5)
+        """Give up without waiting for other ranks; if they all have written, commit first."""
+        if not self.finish_commit():
+            self._cancel.set()
+            self._thread.join(timeout=COMMIT_S)
 
     def _run(self) -> None:
         try:
-            self.outcome = self._conclude(self._write_own())
+            own = self._write_own()
+            self._has_written = True
+            self.outcome = self._conclude(own)
         except _Cancelled:
             return
         except RuntimeError as error:  # the job's store ended with rank 0
@@ -216,6 +236,7 @@ class Save:
             self.outcome = _failed(error)
         finally:
             self.took_s = time.monotonic() - self._began
+            notice.commits.discard(self.finish_commit)
 
     def _write_own(self) -> dict[str, Any]:
         """This rank's acknowledgement: its digests, or why there are none."""
@@ -254,12 +275,11 @@ class Save:
             return self._commit([own])
         self._acks.set(f"{self._rank}", json.dumps(own))
         if self._rank == 0:
-            keys = [f"{rank}" for rank in range(self._world_size)]
-            self._await(keys)
+            self._await(self._keys)
             if self._cancel.is_set():
                 raise _Cancelled
-            outcome = self._commit([json.loads(self._acks.get(key)) for key in keys])
-            for key in keys:
+            outcome = self._commit([json.loads(self._acks.get(key)) for key in self._keys])
+            for key in self._keys:
                 self._acks.delete_key(key)
             self._acks.set("outcome", json.dumps(asdict(outcome)))
             return outcome

@@ -2,7 +2,7 @@
 
 A training records the signal and sends it to the other ranks with its next control word. All ranks stop after
 the same step, save, and end with exit code 75, which asks for a restart. A second signal ends the process at
-once; so does the launcher if a peer failed.
+once; so does the launcher if a peer failed. Only a save that all ranks have written is committed before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,9 @@ _EXIT_S = 5.0
 # Signals within this time count as one. A scheduler that signals every process of a job reaches a rank twice:
 # directly and through the launcher. It may reach the launcher twice too, as a shell that ends may.
 SAME_SIGNAL_S = 1.0
+
+# How long a process that ends at once waits for a commit: it writes one file and renames a folder.
+COMMIT_S = 5.0
 
 
 class Preempted(SystemExit):
@@ -61,10 +65,12 @@ class Notice:
 
     Attributes:
         received: name of the first signal that was not handled yet; "" if there is none.
+        commits: Called before the process ends at once; each waits for one commit, if that has begun.
     """
 
     def __init__(self) -> None:
         self.received = ""
+        self.commits: set[Callable[[], object]] = set()
         self._watchers: set[int] = set()
         self._handled: set[int] = set()
         self._came_at: float | None = None
@@ -127,8 +133,17 @@ class Notice:
         """End the process at once if it handles preemption signals, and record none later. For any thread."""
         self._ending = True
         if self._handled:
-            # Not SIGTERM: the main thread may be in native code, and Python handlers do not interrupt that.
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process at once. For any thread."""
+        self._finish_commits()
+        # Not SIGTERM: the main thread may be in native code, and Python handlers do not interrupt that.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _finish_commits(self) -> None:
+        for finish in list(self.commits):
+            finish()
 
     def ignore_in_worker(self) -> None:
         """Ignore the signals in a loader worker, because its rank needs it to finish a step.
@@ -159,6 +174,7 @@ class Notice:
             if not self._is_taken:
                 self.received = signal.Signals(number).name
             return
+        self._finish_commits()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

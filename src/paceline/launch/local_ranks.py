@@ -31,6 +31,7 @@ from typing import Any
 
 from paceline.errors import LaunchFailed, count_of, name_ranks
 from paceline.exit_codes import ExitCode
+from paceline.job.preemption import COMMIT_S
 from paceline.launch.output import Console, Consoles, LogFile, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.watch.crash import Error, RankOutcome
@@ -596,7 +597,7 @@ class LocalRanks:
         After a failure, ranks that may save their last step by themselves get no signal before SIGKILL.
 
         Args:
-            skip_grace: Returns True if SIGKILL has to be sent at once.
+            skip_grace: Returns True if the ranks have to end at once.
             may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
@@ -610,6 +611,14 @@ class LocalRanks:
                 rank.send({"do": "ignore_preemption"})
             rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)
+        if skip_grace():
+            # A training commits a save that all ranks have written, and ends by itself.
+            for rank in [rank for rank in self.ranks if rank.poll() is None]:
+                if rank.trains:
+                    rank.send({"do": "end"})
+                else:
+                    rank.kill()
+            self._wait_done(self.ranks, COMMIT_S)
         late = [rank for rank in self.ranks if rank.poll() is None]
         for rank in late:
             rank.kill()

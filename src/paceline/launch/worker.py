@@ -126,6 +126,8 @@ class Control:
                     recovery.announced.add(recovery.GIVEN_UP)
             case "ignore_preemption":
                 _ignore_preemption()
+            case "end":
+                _end()
 
     def _forget(self) -> None:
         self._socket.close()
@@ -200,6 +202,13 @@ def _ignore_preemption() -> None:
     """A peer has failed: a training must not treat the next SIGTERM as a preemption."""
     if preemption := sys.modules.get("paceline.job.preemption"):
         preemption.notice.end()
+
+
+def _end() -> None:
+    """A second signal: end at once."""
+    if preemption := sys.modules.get("paceline.job.preemption"):
+        preemption.notice.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(module: str | None, control: Control) -> int:
