@@ -142,7 +142,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str)
     # The second run resumes and reaches the end.
     done = run(RANKS, SCRIPT, tmp_path)
     assert f"resumed after step {step} " in done.err
-    assert re.search(r"its save took [\d.]+ s, and a preemption leaves 30 s", done.err)
+    assert re.search(r"the last save took [\d.]+ s, and a preemption leaves 30 s", done.err)
     assert weights(done) == undisturbed
     assert all(not alive(pid) for pid in pids(tmp_path).values())
 
@@ -264,7 +264,7 @@ def noted(self, keys):
     wait(self, keys)
 
 Store.write, writer.commit, writer.Save._await = slow_write, slow_commit, noted
-""" + SCRIPT.replace('keep=2', 'keep=2, every_steps=8')
+""" + SCRIPT.replace("keep=2", "keep=2, every_steps=8")
 
 
 def _second_signal(

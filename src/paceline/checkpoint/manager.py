@@ -61,7 +61,6 @@ class Checkpoints:
     Attributes:
         folder: As given.
         last_saved: The step that was last saved or loaded; 0 if none.
-        save_s: How long that save took, in seconds; 0 if that is not known.
 
     Raises:
         ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`;
@@ -89,7 +88,6 @@ class Checkpoints:
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
         self.last_saved = 0
-        self.save_s = 0.0
         self._store = open_store(folder)
         self._every_steps = every_steps
         self._every_epochs = every_epochs
@@ -271,11 +269,10 @@ class Checkpoints:
             return
         if outcome.kind == "saved":
             self.last_saved = self._newest = save.step
-            self.save_s = save.took_s
             grace = grace_s()
-            if job.rank == 0 and grace is not None and self.save_s > grace:
+            if job.rank == 0 and grace is not None and save.took_s > grace:
                 log.once(
-                    f"a save took {self.save_s:.0f} s, and a preemption leaves {grace:g} s for it: the job "
+                    f"a save took {save.took_s:.0f} s, and a preemption leaves {grace:g} s for it: the job "
                     "would be killed before. Use a longer --shutdown-timeout, and the same in the "
                     "scheduler."
                 )
@@ -395,7 +392,10 @@ class Checkpoints:
             if not damage:
                 if generators is not None:  # None if fewer ranks have saved it
                     rng.restore(job.device, generators)
-                self.last_saved, self.save_s = step, save_s
+                if (grace := grace_s()) is not None and save_s:
+                    text = "the last save took %.1f s, and a preemption leaves %g s for one."
+                    log.logger.info(text, save_s, grace)
+                self.last_saved = step
                 self._last_begun = time.monotonic()
                 return state
             damaged.append(step)

@@ -33,7 +33,7 @@ from paceline.job import recovery as job_recovery
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import AFTER_STEP, BEFORE_SUM
 from paceline.job.job import Job, LeftLoop
-from paceline.job.preemption import Preempted, grace_s, notice
+from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
@@ -807,10 +807,7 @@ class Training:
             return
         has_unknown = self._state.has_unknown_schedule()  # loading hides it
         self._load(saved)
-        log.logger.info(
-            "resumed after step %d (epoch %d)%s.",
-            *(self.number, self.position.epoch, _budget(self.checkpoints.save_s)),
-        )
+        log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
         has_parts = self._context.strategy.hosts is None
         if self.job.restarts and has_parts and not self._may_save_after_failure:
             log.logger.info(
@@ -975,14 +972,6 @@ class Training:
         self._finish()
         preempted.step = self.number
         self._log_preempted(preempted)
-
-
-def _budget(save_s: float) -> str:
-    """How long the last save took, and the time that a preemption leaves for one; "" if not known."""
-    grace = grace_s()
-    if grace is None or not save_s:
-        return ""
-    return f"; its save took {save_s:.1f} s, and a preemption leaves {grace:g} s"
 
 
 def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
