@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -125,6 +126,14 @@ class Hosts:
     def heal(self, number: int) -> None:
         """Plug the cable in again."""
         self._in_switch("link", "set", f"port{number}", "master", "br0")
+
+    def kill_all(self, number: int) -> None:
+        """Kill all processes of a host at once, as when it loses its power."""
+        words = ["ip", "netns", "pids", self._spaces[number]]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def ip(self, number: int, *words: str) -> None:
         """Run `ip` on a host."""

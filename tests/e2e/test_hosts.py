@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import hosts, needs_firewall, needs_hosts
-from launching import Finished, finish, wait_until
+from launching import Finished, finish, run, wait_until
 from scripts import training_script
 
 pytestmark = needs_hosts
@@ -375,3 +375,77 @@ def test_a_node_that_is_killed_comes_back_and_a_late_one_joins(tmp_path: Path) -
         (tmp_path / "end").touch()
         ends = [finish(node) for node in nodes]
         assert [end.code for end in ends] == [0, 0, 0], ends
+
+
+NOTES = """
+def note(what):
+    with open(f"{what}-{os.uname().nodename}", "a") as file:
+        file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {step.number}\\n")
+"""
+TRAINS = training_script(
+    'note("done"); time.sleep(0.1 * os.path.exists("slow"))',
+    before=NOTES,
+    before_update='note("began")',
+    checkpoints='"kept", every_steps=20',
+    options="reproducible=True",
+    epochs=10,
+)
+
+
+def _steps(folder: Path, what: str) -> list[tuple[int, int]]:
+    """The round and step of each line that the ranks of all hosts have written, in order."""
+    texts = [path.read_text() for path in folder.glob(f"{what}-*")]
+    lines = [line.split() for text in texts for line in text.splitlines()]
+    return sorted((int(number), int(step)) for number, step in lines)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The last line of one process: the weights."""
+    done = run("", TRAINS, tmp_path_factory.mktemp("undisturbed"))
+    assert done.code == 0, done
+    return done.out
+
+
+@pytest.mark.parametrize(
+    ("lost", "node"),
+    [
+        pytest.param("launcher", 1, marks=pytest.mark.ci),
+        pytest.param("host", 1, marks=pytest.mark.ci),
+        pytest.param("cable and host", 1, marks=pytest.mark.slow),
+        pytest.param("launcher", 0, marks=pytest.mark.slow),
+        pytest.param("cable and host", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_launcher_or_host_costs_at_most_the_steps_since_the_last_save(
+    tmp_path: Path, undisturbed: str, lost: str, node: int
+) -> None:
+    """If host 0 is left, which serves the job's store, its rank saves the last step of all."""
+    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "slow").touch()
+    with hosts(2) as made:
+        words = ["run", "--nnodes=1:2", "--max-restarts=3", f"--host={made.address(0)}"]
+        words += ["--rdzv-conf=last_call_timeout=5", "train.py"]
+        nodes = [made.start(n, words, tmp_path) for n in range(2)]
+        wait_until(lambda: _steps(tmp_path, "done")[-1:] >= [(0, 30)], *nodes)
+        if "cable" in lost:
+            made.cut(node)
+        if lost == "launcher":
+            nodes[node].kill()
+        else:
+            made.kill_all(node)
+        nodes[node].communicate()
+        (tmp_path / "slow").unlink()
+        end = finish(nodes[1 - node])
+        before = [step for number, step in _steps(tmp_path, "done") if number == 0][-1]
+        if node == 0:
+            assert end.code == 69, end
+            for path in tmp_path.glob("began-*"):
+                path.unlink()
+            first = made.start(1, ["run", "train.py"], tmp_path)
+            end = finish(first)
+        assert end.code == 0, end
+    again = [step for number, step in _steps(tmp_path, "began") if node == 0 or number == 1][0]
+    assert again <= before + 1
+    assert again == (before // 20 * 20 if node == 0 else before) + 1
+    assert end.out.splitlines()[-1] == undisturbed.splitlines()[-1]

@@ -589,6 +589,14 @@ class LocalRanks:
             if not rank.reported_error:
                 rank.send_signal(number, stops=False)
 
+    def disconnect(self, addresses: Sequence[str]) -> None:
+        """Break the ranks' connections to lost hosts, so that their collectives fail, and they may save.
+
+        The kernel tells a process nothing of a host that has lost its power or its network.
+        """
+        for rank in self.ranks:
+            rank.send({"do": "disconnect", "addresses": list(addresses)})
+
     def stop(
         self, number: int, *, grace_s: float, skip_grace: Callable[[], bool], may_save: bool
     ) -> None:

@@ -442,7 +442,9 @@ class NodeRendezvous(Rendezvous):
             names = [str(self._known.get(node, node)) for node in lost]
             if not names:
                 return None
-            return Change(f"{', '.join(names)}: no heartbeat for {self._window_s:g} s")
+            text = f"{', '.join(names)}: no heartbeat for {self._window_s:g} s"
+            addresses = (self._known[node].address for node in lost if node in self._known)
+            return Change(text, lost=tuple(addresses))
         if self._name in (*state.nodes, *state.expected):
             return Change("other nodes have begun a restart", joins=True, has_begun=True)
         return Change("this node did not respond, and the others continued")

@@ -50,11 +50,13 @@ class Change:
     Attributes:
         joins: Whether a node joins. Otherwise nodes were lost.
         has_begun: Whether other nodes have begun the next round already.
+        lost: The addresses of lost nodes.
     """
 
     text: str
     joins: bool = False
     has_begun: bool = False
+    lost: tuple[str, ...] = ()
 
 
 class RendezvousLost(Exception):

@@ -38,6 +38,7 @@ from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import (
+    Change,
     Rendezvous,
     RendezvousClosed,
     RendezvousLost,
@@ -420,7 +421,7 @@ class Supervisor:
             if change.has_begun or not has_ended:
                 return self._restart_for_nodes(change.text)
         elif change is not None and (self._restarts_left > 0 or done):
-            return self._lose_round(change.text)
+            return self._lose_round(change)
         if done and self._may_end_round():
             self._preempted = local.preempted
             if exchange is not None:
@@ -567,13 +568,14 @@ class Supervisor:
             where = f"stacks and logs could not be written: {error}"
         self._local_ranks.show(f"{shown or text}  {where}\n")
 
-    def _lose_round(self, why: str) -> _Next:
+    def _lose_round(self, change: Change) -> _Next:
         self._first_failure = None
         self._exit_code = ExitCode.FAILED
         what_next = "the ranks of this node had already ended with exit code 0"
         if self._restarts_left > 0:
             what_next = f"restart {self._restarts + 1} of {self._max_restarts} begins"
-        self._local_ranks.say(f"{why}; {what_next}")
+        self._local_ranks.say(f"{change.text}; {what_next}")
+        self._local_ranks.disconnect(change.lost)
         self._stop_ranks(signal.SIGTERM, may_save=False)
         return self._restart_if_left()
 

@@ -126,6 +126,8 @@ class Control:
                     recovery.announced.add(recovery.GIVEN_UP)
             case "ignore_preemption":
                 _ignore_preemption()
+            case "disconnect":
+                _disconnect(request["addresses"])
             case "end":
                 _end()
 
@@ -202,6 +204,16 @@ def _ignore_preemption() -> None:
     """A peer has failed: a training must not treat the next SIGTERM as a preemption."""
     if preemption := sys.modules.get("paceline.job.preemption"):
         preemption.notice.end()
+
+
+def _disconnect(addresses: list[str]) -> None:
+    """Break this process's connections to these hosts; a collective that waits for one fails at once."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is no socket, or has no peer
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                host = str(connection.getpeername()[0]).removeprefix("::ffff:")
+                if host in addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _end() -> None:
