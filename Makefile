@@ -93,8 +93,10 @@ bench-all: bench
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/last_save.py
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --kinds preempt
+	$(BIN)/python benchmarks/restarts.py --kinds moment --count 100
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/verdicts.py --what healthy
 	$(BIN)/python benchmarks/probe.py

@@ -1,6 +1,6 @@
 """Each benchmark runs to its end with its smallest options.
 
-`faults.py`, `restarts.py` and `verdicts.py` run in the tests of what they check.
+`faults.py`, `last_save.py`, `restarts.py` and `verdicts.py` run in the tests of what they check.
 """
 
 from __future__ import annotations

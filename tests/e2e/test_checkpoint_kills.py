@@ -1,4 +1,4 @@
-"""SIGKILL during a save, by `benchmarks/faults.py`."""
+"""SIGKILL during a save, by `benchmarks/faults.py` and `benchmarks/last_save.py`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 def test_no_kill_at_a_system_call_tears_or_loses_a_checkpoint() -> None:
     # The first call of each kind, and the second of those that write.
     assert _counts(100, random=0, calls=20, ranks=0)["calls"]["whole"] == 20
+
+
+@pytest.mark.ci
+def test_no_kill_or_full_disk_in_the_last_save_of_a_failed_job_loses_a_checkpoint() -> None:
+    kills, full = rows_of("last_save", ["--kills=4", "--full=1"], 100)
+    assert kills.pop("the last step was saved", 0) <= 4
+    assert kills == {"what": "kills", "whole": 4}
+    assert full in ({"what": "full", "whole": 1}, {"what": "full"})  # where nothing can be mounted
 
 
 @needs_strace

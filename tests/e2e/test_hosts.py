@@ -445,7 +445,7 @@ def test_a_lost_launcher_or_host_costs_at_most_the_steps_since_the_last_save(
             first = made.start(1, ["run", "train.py"], tmp_path)
             end = finish(first)
         assert end.code == 0, end
-    again = [step for number, step in _steps(tmp_path, "began") if node == 0 or number == 1][0]
+    again = next(step for number, step in _steps(tmp_path, "began") if node == 0 or number == 1)
     assert again <= before + 1
     assert again == (before // 20 * 20 if node == 0 else before) + 1
     assert end.out.splitlines()[-1] == undisturbed.splitlines()[-1]

@@ -208,12 +208,12 @@ def _ignore_preemption() -> None:
 
 def _disconnect(addresses: list[str]) -> None:
     """Break this process's connections to these hosts; a collective that waits for one fails at once."""
+    family, kind = socket.AF_INET, socket.SOCK_STREAM  # of most; the kernel knows the true one
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is no socket, or has no peer
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                host = str(connection.getpeername()[0]).removeprefix("::ffff:")
-                if host in addresses:
-                    connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.fromfd(int(name), family, kind) as connection:
+            peer = connection.getpeername()  # an error if it is no socket, or has no peer
+            if isinstance(peer, tuple) and str(peer[0]).removeprefix("::ffff:") in addresses:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _end() -> None:
