@@ -42,7 +42,9 @@ class SaveAndDie(paceline.Checkpoints):
 
     def save_after_failure(self, *args: Any, **options: Any) -> None:
         began = time.monotonic()
-        threading.Timer(self._delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        timer = threading.Timer(self._delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
         super().save_after_failure(*args, **options)
         # Later runs are killed within this time.
         Path(str(self.folder), "took").write_text(str(time.monotonic() - began))
