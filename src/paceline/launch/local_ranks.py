@@ -620,12 +620,12 @@ class LocalRanks:
             rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)
         if skip_grace():
-            # A training commits a save that all ranks have written, and ends by itself.
+            # They end by themselves at once; a training first commits a save that all ranks have written.
             for rank in [rank for rank in self.ranks if rank.poll() is None]:
-                if rank.trains:
-                    rank.send({"do": "end"})
-                else:
+                if rank.is_mute():  # it is no Python, or has closed all files
                     rank.kill()
+                else:
+                    rank.send({"do": "end"})
             self._wait_done(self.ranks, COMMIT_S)
         late = [rank for rank in self.ranks if rank.poll() is None]
         for rank in late:
