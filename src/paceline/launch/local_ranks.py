@@ -622,7 +622,7 @@ class LocalRanks:
         if skip_grace():
             # They end by themselves at once; a training first commits a save that all ranks have written.
             for rank in [rank for rank in self.ranks if rank.poll() is None]:
-                if rank.is_mute():  # it is no Python, or has closed all files
+                if rank.control_closed():  # it is no Python, or has closed all files
                     rank.kill()
                 else:
                     rank.send({"do": "end"})
