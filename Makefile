@@ -94,6 +94,8 @@ bench-all: bench
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/last_save.py
+	$(BIN)/python benchmarks/in_place.py
+	$(BIN)/python benchmarks/in_place_faults.py
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --kinds preempt
 	$(BIN)/python benchmarks/restarts.py --kinds moment --count 100

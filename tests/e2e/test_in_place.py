@@ -16,7 +16,7 @@ from paceline.testing import digest
 # Writes a row for each step and rank, then the digest of the weights. `faults` is a list of
 # [rank, step, kind], of which each happens once unless its kind begins with "again".
 TRAINS = """
-import json, os, signal, time
+import json, os, signal, socket, stat, time
 import torch, paceline
 from torch import nn
 from paceline.testing import digest
@@ -30,7 +30,30 @@ def fault(rank, step, faults):
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if kind in ("break", "close"):
+                return spoil_sockets(kind)
             raise ValueError("injected")
+
+def spoil_sockets(kind):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                if kind == "close":
+                    os.dup2(os.open("/dev/null", os.O_RDWR), fd)
+                    continue
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    copy.getpeername()
+                    if copy.family != socket.AF_UNIX:
+                        copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected, or closed in the meantime
+
+# Once, in the process in place of rank 1: kill this rank.
+def disturb_recovery(rank):
+    if os.environ["RANK"] == "1" and os.path.exists("fault-0") and not os.path.exists("disturbed"):
+        open("disturbed", "w").close()
+        pids = {rank: pid for rank, pid, _ in map(json.loads, open("rows"))} | {1: os.getpid()}
+        os.kill(pids[rank], signal.SIGKILL)
 
 class Counts(nn.Module):
     def __init__(self):
@@ -40,7 +63,10 @@ class Counts(nn.Module):
         self.forwards += 1
         return x.relu()
 
-def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000, micro_batch=4):
+def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000, micro_batch=4,
+         disturbed=None, pause_s=0):
+    if disturbed is not None:
+        disturb_recovery(disturbed)
     with paceline.join(backend=backend) as job:
         torch.manual_seed(0)
         x = torch.randn(500, 16)
@@ -75,6 +101,7 @@ def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=10
                     step.update()
             if before != "update inside":
                 step.update()
+            time.sleep(pause_s if step.number == 30 else 0)
             with open("rows", "a") as file:
                 file.write(json.dumps([job.rank, os.getpid(), step.number]) + "\\n")
         training.export("end.pt")
@@ -128,6 +155,7 @@ def test_only_the_rank_that_failed_gets_a_new_process(tmp_path: Path) -> None:
         (3, {"faults": [[0, 20, "kill"], [2, 20, "kill"]], "every_steps": 1}),
         (3, {"faults": [[1, 20, "stop"]], "workers": 1}),
         (4, {"faults": [[3, 20, "raise"]]}),
+        (3, {"faults": [[0, 20, "break"], [2, 30, "break"]]}),
         (2, {"faults": [[1, 20, "kill"]], "before": "update inside", "micro_batch": 12}),
     ],
 )
@@ -141,11 +169,49 @@ def test_each_end_is_equal_to_the_bit(ranks: int, settings: dict[str, Any], tmp_
 
 @pytest.mark.ci
 def test_gloo_connects_again(tmp_path: Path) -> None:
-    settings = {"backend": "gloo", "faults": [[1, 20, "kill"]]}
+    """The collective that broke is never completed; it is no hang when the ranks do something else later."""
+    settings = {"backend": "gloo", "faults": [[1, 20, "kill"]], "pause_s": 3.0}
     _, expected, _ = train(tmp_path / "undisturbed", ranks=2, backend="gloo")
-    end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
+    words = f"{IN_PLACE} --hang-after=1"
+    end, found, _ = train(tmp_path / "faults", ranks=2, words=words, **settings)
     assert_replaced(end, 1)
     assert found == expected
+    assert "has waited" not in end.err.partition("replaced in place")[2]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"faults": [[1, 20, "kill"]], "disturbed": 1},  # the new process fails at once
+        {"faults": [[1, 20, "kill"]], "disturbed": 2},  # another rank fails in the meantime
+        {"faults": [[1, 20, "close"]]},  # it may wait forever, and cannot tell the launcher
+    ],
+)
+def test_all_start_again_if_a_recovery_fails(settings: dict[str, Any], tmp_path: Path) -> None:
+    _, expected, _ = train(tmp_path / "undisturbed")
+    words = f"{IN_PLACE} --hang-after=3"
+    end, found, _ = train(tmp_path / "faults", words=words, every_steps=5, **settings)
+    assert "no recovery in place" in end.err, end.err
+    assert "restarted ranks" in end.err
+    assert found == expected
+
+
+@pytest.mark.ci
+def test_a_script_without_a_training_starts_again(tmp_path: Path) -> None:
+    script = """
+import os, signal, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1 and not os.path.exists("mark"):
+    open("mark", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    end = run(f"--nproc-per-node=2 {IN_PLACE}", script, tmp_path)
+    assert end.code == 0, end.err
+    assert "restarted ranks" in end.err
 
 
 @pytest.mark.ci

@@ -733,12 +733,12 @@ def test_the_patience_follows_the_usual_time_between_collectives(
     ranks.now += 120.0  # the start, such as to load the data
     for number in range(1, 6):
         if number == 2:
-            assert ranks.watch._patience_s == (after_s or 10.0)
+            assert ranks.watch.patience_s == (after_s or 10.0)
         ranks.now += step_s + 0.001
         for rank in ranks.ranks:
             rank.counts = (number, number)
         ranks.watch.check(world_size)
-    assert ranks.watch._patience_s == pytest.approx(patience_s, rel=0.01)
+    assert ranks.watch.patience_s == pytest.approx(patience_s, rel=0.01)
 
 
 @pytest.mark.parametrize("after", ["a restart", "progress"])

@@ -387,6 +387,8 @@ class Job:
             recovery.await_announcement(following, cause)
             self.generation = following
         current_step.step = 0  # ranks whose calls name different steps would disagree
+        # The connection to the store may have broken too.
+        self._base_store = self._base_store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
         store = dist.PrefixStore(f"generation/{self.generation}", self._base_store)
         recovery.await_ranks(store, self.rank, self.world_size, cause)
         if self.is_replacement:

@@ -114,7 +114,7 @@ class HangWatch:
         if asked or (now >= self._ask_next and self._suspicious(alive, now)):
             if self.exchange is not None:
                 self.exchange.request_states()
-            self._ask_next = now + self._patience_s
+            self._ask_next = now + self.patience_s
             self._next = now + _SOON_S
             able = [r for r in alive if self._activities[r.local_rank].state not in _STOPPED]
             self._question = Question(able, now=now, within_s=_ANSWER_S)
@@ -139,8 +139,8 @@ class HangWatch:
         return self._conclude(time.monotonic(), world_size) if self._others_until and same else None
 
     @property
-    def _patience_s(self) -> float:
-        """Seconds without progress before a hang is reported."""
+    def patience_s(self) -> float:
+        """Seconds without progress before a hang is reported; 0 for never."""
         if self._after_s is not None:
             return self._after_s
         return max(
@@ -184,7 +184,7 @@ class HangWatch:
         ):
             return False  # its exit code will be known soon
         idle = [
-            activity for activity in activities if now - activity.progress_at >= self._patience_s
+            activity for activity in activities if now - activity.progress_at >= self.patience_s
         ]
         if any(activity.counts[0] > activity.counts[1] for activity in idle):
             return True
@@ -204,7 +204,7 @@ class HangWatch:
                 return None
             self._others_until = 0.0
             states += others
-        diagnosis = diagnose(states, world_size, self._patience_s - _INTERVAL_S)
+        diagnosis = diagnose(states, world_size, self.patience_s - _INTERVAL_S)
         if diagnosis is None:
             return None
         ours = any(rank.rank in diagnosis.culprits for rank in self._local_ranks.ranks)
@@ -251,7 +251,11 @@ class HangWatch:
                 "step": answer["step"],
                 "stage": answer["stage"],
                 "calls": read_calls(
-                    answer["entries"], answer["groups"], time.time(), answer["axes"]
+                    # The collectives of a group that was aborted are never completed.
+                    [entry for entry in answer["entries"] if entry["group"] in answer["groups"]],
+                    answer["groups"],
+                    time.time(),
+                    answer["axes"],
                 ),
             }
         elif dump:

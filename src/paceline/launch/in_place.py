@@ -8,6 +8,7 @@ happens in between, or an error repeats the last one, all ranks start again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,13 +32,16 @@ class InPlace:
 
     Args:
         check: Called often while ranks are awaited; may raise what ends the job.
+        patience: Returns how many seconds a rank may take to notice a failure; 0 for no limit.
 
     Attributes:
         first_failure: Of the last recovery; None before the first, and if only connections broke.
     """
 
-    def __init__(self, local_ranks: LocalRanks, check: Callable[[], None]) -> None:
-        self._local, self._check = local_ranks, check
+    def __init__(
+        self, local_ranks: LocalRanks, check: Callable[[], None], patience: Callable[[], float]
+    ) -> None:
+        self._local, self._check, self._patience = local_ranks, check, patience
         self.first_failure: FirstFailure | None = None
         self._generation = 0
         self._specs: list[RankSpec] = []
@@ -100,8 +104,7 @@ class InPlace:
         """Refuse failures after which all ranks must start again."""
         if len(outcomes) == len(self._local.ranks):
             raise _Impossible("no rank is left")
-        if lost := [each.rank for each in outcomes if each.follows]:
-            raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
+        self._refuse_lost_peer()
         if ended := [each.rank for each in outcomes if not each.failed]:
             raise _Impossible(f"{name_ranks(ended)} has ended")
         first = find_first_failure(outcomes)
@@ -109,6 +112,12 @@ class InPlace:
             raise _Impossible(
                 f"rank {first.original.rank} failed in step {first.original.step} again"
             )
+
+    def _refuse_lost_peer(self) -> None:
+        """Refuse if a rank has ended because it lost a peer where it could not wait for a new one."""
+        ranks = self._local.ranks
+        if lost := [r.rank for r in ranks if r.ended_badly and r.outcome().follows]:
+            raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
 
     def _say(self, outcomes: Sequence[RankOutcome], new: Sequence[Rank], took_s: float) -> None:
         text = "the connections between the ranks broke; they have connected again"
@@ -131,17 +140,25 @@ class InPlace:
         Args:
             may_fail: Whether ranks may fail in the meantime.
         """
-        local = self._local
+        local, began = self._local, time.monotonic()
         while not is_so():
+            self._refuse_lost_peer()
+            limit_s = self._patience() or math.inf if may_fail else math.inf
+            is_late = time.monotonic() - began > limit_s
             for rank in local.ranks:
                 if rank.ended_badly and may_fail:
                     continue
-                if rank.returncode is not None or rank.control_closed() or rank.ended_badly:
-                    error = rank.outcome().error
-                    how = "ended" if error is None else f"failed: {error.text}"
-                    raise _Impossible(f"rank {rank.rank} {how}")
+                if rank.returncode is not None or rank.ended_badly:
+                    raise _Impossible(f"rank {rank.rank} failed: {rank.outcome().how}")
+                if rank.control_closed():
+                    raise _Impossible(f"rank {rank.rank} has closed its socket to the launcher")
                 if not rank.has_sent("recovers") and may_fail:
                     raise _Impossible(f"rank {rank.rank} cannot go on without a restart")
+                if is_late and not self._waits(rank):
+                    rank.hung = True
+                    raise _Impossible(
+                        f"rank {rank.rank} has not noticed the failure after {limit_s:.0f} s"
+                    )
             local.wait_change(_TURN_S)
             local.kill_suspended()
             self._check()

@@ -165,7 +165,10 @@ class Supervisor:
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
         self._in_place: InPlace | None = None
         if options.args.recover == "in-place":
-            self._in_place = InPlace(local_ranks, received.check)
+            watch = self._watch
+            self._in_place = InPlace(
+                local_ranks, received.check, lambda: watch.patience_s if watch is not None else 0
+            )
 
     def run(self) -> int:
         """Run all rounds; returns the exit code of the launcher."""

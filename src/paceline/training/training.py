@@ -631,22 +631,22 @@ class Training:
         loss, count = step._local_loss()
         try:
             words = control.end_step(step.number, loss, count, step._micro_losses, now=now)
+            for word in words:
+                self._apply(word)
+            is_preempted = control.agreed.preempt or self.job.preempted is not None
+            if (is_last or control.agreed.stop) and not is_preempted:
+                self._context.strategy.end_loop()
+            recheck = self._context.recheck
+            if step.number >= self._replica_check.due:
+                self._replica_check.compare_as_due(step.number)
+            elif recheck is not None and recheck.is_due(step.number):
+                self._replica_check.compare(step.number)
         except RuntimeError as error:
             if is_last:
                 self.job.reraise(error)
             self._recover(error, step)
             control.own.save |= is_due  # the new process is not in this step: all save a later one
             return
-        for word in words:
-            self._apply(word)
-        is_preempted = control.agreed.preempt or self.job.preempted is not None
-        if (is_last or control.agreed.stop) and not is_preempted:
-            self._context.strategy.end_loop()
-        recheck = self._context.recheck
-        if step.number >= self._replica_check.due:
-            self._replica_check.compare_as_due(step.number)
-        elif recheck is not None and recheck.is_due(step.number):
-            self._replica_check.compare(step.number)
         if checkpoints is None:
             return
         if control.agreed.save or is_due:
