@@ -92,6 +92,8 @@ def test_strong_and_weak_scaling() -> None:
     assert strong.samples_per_s == pytest.approx(64 / strong.step_s)
     assert 1e3 * weak.step_s == pytest.approx(100)
     assert weak.samples_per_s == pytest.approx(4 * 64 / weak.step_s)
+    assert weak.efficiency == pytest.approx(1)
+    assert strong.efficiency == pytest.approx(100 / 4 / (15 + 85 / 4))
     assert estimate(RUN, LINK, way, 128, weak=False).limit == "samples"
 
 
@@ -101,7 +103,7 @@ def test_the_band_and_what_limits_a_step() -> None:
 
     low, high = of(LINK).band_s
     # The fast and the slow quarter of the windows. At the slow end nothing overlaps, at 0.9 of the rate.
-    assert (1e3 * low, 1e3 * high) == pytest.approx((90 + 14, 120 + 4 + 30 / 0.9))
+    assert (1e3 * low, 1e3 * high) == pytest.approx((90 + 14, 120 + 34 / 0.9))
     assert of(LINK).limit == "computation"
     assert of(LINK, data_s=1).limit == "data"
     assert of(Link(MB, 0.001)).limit == "bandwidth"

@@ -13,13 +13,11 @@ from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 
 HELP = "estimate what a run would give on more nodes"
-_NODES = (1, 2, 4, 8, 64)
 _EXAMPLES = {
     "paceline plan runs/a --link 10Gbit,50us": "on 1, 2, 4, 8 and 64 nodes, with the same global batch",
     "paceline plan runs/a --link doctor.json --nodes 2,4 --weak": (
         "with a link that `paceline doctor --json` measured, and the same samples of a rank"
     ),
-    "paceline plan runs/a --link 1Gbit --html plan.html": "with a chart",
 }
 _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.OK: "the plan is printed",
@@ -33,21 +31,31 @@ def main(argv: Sequence[str]) -> int:
     """Run `paceline plan` with these arguments."""
     args = parser().parse_args(argv)
     from paceline.plan import table
+    from paceline.plan.model import estimate, ways
     from paceline.plan.read import read_link, read_step
     from paceline.report.page import to_html
     from paceline.report.run import load
 
     code = ExitCode.DATA
     try:
-        step = read_step(args.run, load(args.run).record)
+        run = read_step(args.run, load(args.run).record)
         code = ExitCode.USAGE
-        link = read_link(args.link, step.device)
-        plan = table.make(args.run, step, link, args.nodes, weak=args.weak)
-        html = to_html(f"Paceline plan: {args.run}", table.sections(plan)) if args.html else ""
+        link = read_link(args.link, run.device)
+        found = {
+            name: [estimate(run, link, way, nodes, weak=args.weak) for nodes in args.nodes]
+            for name, way in ways(run, weak=args.weak).items()
+        }
+        sections = table.sections(table.describe(args.run, run, link, weak=args.weak), found)
+        html = to_html(f"Paceline plan: {args.run}", sections) if args.html else ""
     except ConfigError as error:
         print(f"paceline plan: {error}", file=sys.stderr)
         return code
-    print(json.dumps(asdict(plan), indent=1) if args.json else table.to_text(plan))
+    if args.json:
+        plain = {name: [asdict(each) for each in estimates] for name, estimates in found.items()}
+        given = {"run": args.run, "weak": args.weak, "link": asdict(link), "measured": asdict(run)}
+        print(json.dumps(given | {"ways": plain}, indent=1))
+    else:
+        print(table.to_text(sections))
     if args.html is not None:
         try:
             args.html.write_text(html, encoding="utf-8")
@@ -78,21 +86,13 @@ def parser() -> CommandParser:
         metavar="LINK",
         help='of each node, as "10Gbit,50us" (latency: 50us), or a file of `paceline doctor --json`',
     )
-    ours.add_argument(
-        "--nodes",
-        type=_counts,
-        default=list(_NODES),
-        metavar="N,N,...",
-        help=f"numbers of nodes ({','.join(map(str, _NODES))})",
+    default = [1, 2, 4, 8, 64]
+    help_nodes = f"numbers of nodes ({','.join(map(str, default))})"
+    ours.add_argument("--nodes", type=_counts, default=default, metavar="N,N", help=help_nodes)
+    help_weak = (
+        "keep the samples of a rank, so that the global batch grows; otherwise it stays the same"
     )
-    ours.add_argument(
-        "--weak",
-        action="store_true",
-        help="keep the samples of a rank, so that the global batch grows; without it the global batch stays, "
-        "as in Paceline's own trainings",
-    )
+    ours.add_argument("--weak", action="store_true", help=help_weak)
     ours.add_argument("--json", action="store_true", help="print JSON")
-    ours.add_argument(
-        "--html", type=Path, metavar="FILE", help="write an HTML page with a chart too"
-    )
+    ours.add_argument("--html", type=Path, metavar="FILE", help="write a page with a chart too")
     return ours

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-_LINK_LEAST = 0.9  # of the bandwidth: the slow end of the band
+_LINK_LEAST = 0.9  # of the link: the slow end of the band
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,11 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to train.
+    """A way to train."""
 
-    Args:
-        kind: "DDP", "fp16", "PowerSGD", "DiLoCo", "FSDP" or "HSDP".
-        every: Steps from one sum of DiLoCo to the next.
-        accumulate: Micro-batches of the run's size, for one of the run.
-    """
-
-    kind: str
-    every: int = 1
-    accumulate: int = 1
+    kind: str  # "DDP", "fp16", "PowerSGD", "DiLoCo", "FSDP" or "HSDP"
+    every: int = 1  # steps from one sum of DiLoCo to the next
+    accumulate: int = 1  # micro-batches of the run's size, for one of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +109,7 @@ class Estimate:
         step_s, band_s: Of one step, and its range; see `estimate`.
         exposed_s: Of the step: communication that no computation hides.
         samples_per_s: Over all ranks.
+        efficiency: `samples_per_s` by that of as many single nodes.
         limit: "computation", "data", "bandwidth", "latency", or "samples" if there are fewer than ranks.
         memory_bytes: Of a rank; None if unknown.
     """
@@ -125,6 +120,7 @@ class Estimate:
     band_s: tuple[float, float]
     exposed_s: float
     samples_per_s: float
+    efficiency: float
     limit: str
     memory_bytes: float | None
 
@@ -155,12 +151,10 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
 
     Forward, backward and data take as long as the samples of the rank that has most; the optimizer and the
     rest of the loop take as long as in the run. The band reaches from the fast quarter of the run's windows
-    to the slow one. At its slow end no communication overlaps with computation, and the link has 0.9 of its
-    bandwidth.
+    to the slow one. At its slow end nothing overlaps, on a link of 0.9 of its speed.
 
     Args:
-        weak: Each rank keeps its samples, so that the global batch grows with the ranks. False: the global
-            batch stays.
+        weak: Each rank keeps its samples. False: the global batch stays the same.
     """
     ranks, run_ranks = nodes * run.ranks_per_node, run.nodes * run.ranks_per_node
     samples = run.global_batch * way.accumulate * (ranks / run_ranks if weak else 1)
@@ -171,27 +165,25 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
     hides_s = share * run.forward_s, share * run.backward_s / ceil(run.micro_batches * share)
     exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
     if nodes > 1:
-        slow = replace(
-            link,
-            bytes_per_s=_LINK_LEAST * link.bytes_per_s,
-            fp16_bytes_per_s=_LINK_LEAST * link.fp16_bytes_per_s,
-        )
         exposed_s = _exposed_s(run, link, way, nodes, hides_s)
-        most_s = _exposed_s(run, slow, way, nodes, (0.0, 0.0))
-        latency_s = most_s - _exposed_s(run, replace(slow, latency_s=0.0), way, nodes, (0.0, 0.0))
+        most_s = _exposed_s(run, link, way, nodes, (0.0, 0.0))
+        latency_s = most_s - _exposed_s(run, replace(link, latency_s=0.0), way, nodes, (0.0, 0.0))
     parts = {
         "computation": computed_s,
         "data": share * run.data_s,
         "latency" if latency_s > most_s / 2 else "bandwidth": exposed_s,
     }
     low, high = run.spread
+    rate = samples / (alone_s + exposed_s)
+    of_one = rate if nodes == 1 else estimate(run, link, way, 1, weak=weak).samples_per_s
     return Estimate(
         nodes=nodes,
         ranks=ranks,
         step_s=alone_s + exposed_s,
-        band_s=(low * alone_s + exposed_s, high * alone_s + max(most_s, exposed_s)),
+        band_s=(low * alone_s + exposed_s, high * alone_s + most_s / _LINK_LEAST),
         exposed_s=exposed_s,
-        samples_per_s=samples / (alone_s + exposed_s),
+        samples_per_s=rate,
+        efficiency=rate / nodes / of_one,
         limit="samples" if samples < ranks else max(parts, key=lambda name: parts[name]),
         memory_bytes=_memory_bytes(run, way, nodes),
     )

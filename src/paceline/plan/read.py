@@ -14,8 +14,7 @@ from paceline.clock.record import FILE, Record
 from paceline.errors import ConfigError
 from paceline.plan.model import Link, Measured
 
-# Payload of a link's bits: 1448 bytes of TCP in an Ethernet frame of 1514.
-_PAYLOAD = 1448 / 1514
+_PAYLOAD = 1448 / 1514  # of a link's bits: TCP in an Ethernet frame
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _LATENCY_S = 50e-6  # if it is not given
@@ -138,9 +137,7 @@ def _measured_link(path: str, device: str) -> Link:
         # The launcher begins each line with the rank.
         text = re.sub(r"^\[\d+\] ", "", Path(path).read_text(), flags=re.MULTILINE)
         facts = json.loads(text)["facts"]
-        reduces = [
-            facts_of["gpu"] if device == "cuda" else facts_of for facts_of in facts["reduce"]
-        ]
+        reduces = [each["gpu"] if device == "cuda" else each for each in facts["reduce"]]
         slowest = max(reduces, key=lambda each: each["seconds"])
         ranks, size, part = (slowest[key] for key in ("world_size", "bytes", "part_bytes"))
         # A line through two sizes (Hockney): the latency has what each message costs under load.
