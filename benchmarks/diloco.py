@@ -7,10 +7,10 @@ standard library, with links of this rate: synchronous DDP, and `diloco(every=50
 `outer_dtype` and with fragments. All sides use the same samples in the same steps. The loss is that of every
 tenth line, which is not trained on.
 
-The sides continue from weights that DDP has trained for `--start` steps, as in the paper; with `--start 0` all
-begin with random weights, and the results are saved as `diloco_scratch`. The share of the time that computes
-is that of the steps, at the median of those without an exchange, in the whole time; for DDP it is the median
-step of `diloco` divided by its own.
+The sides continue from weights that DDP has trained for `--start` steps, as in the paper. With `--start 0`
+all begin with random weights, and the results are saved as `diloco_scratch`. The share of the time that
+computes is that of the steps, at the median of those without an exchange, in the whole time; for DDP it is
+the median step of `diloco` divided by its own.
 
 **cut**: four hosts train with `--nnodes 3:4` and a checkpoint after each outer step. The link of one is cut
 while the others take three outer steps, and then healed. The loss at the end is compared with that of a run
