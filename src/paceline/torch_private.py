@@ -112,6 +112,11 @@ NAMES = (
         why="DDP reports an unfinished reduction only in its next forward",
         without="a parameter that a backward did not reach is reported one step later, by torch",
     ),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel.__setstate__",
+        why="DDP has no public way to reduce over another process group; unpickling makes a new reducer",
+        without="after a failure all ranks start again, also with paceline run --recover in-place",
+    ),
     # clock
     PrivateName(
         "torch.autograd.Variable._execution_engine",

@@ -87,6 +87,25 @@ def test_the_same_steps_follow(nproc: int, when: str, tmp_path: Path) -> None:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, STEPS + 1)]
 
 
+def _stops_and_goes_back(job: Any, folder: Path) -> tuple[int, int]:
+    training = _training(job, folder)
+    num_bodies = 0
+    for step in training.steps(until=STEPS):
+        step.run(lambda batch: loss_sum(training.models[0], batch), reduction="sum")
+        step.update()
+        num_bodies += 1
+        if step.number == BAD:
+            training.rollback()
+            if job.rank == job.world_size - 1:
+                step.stop()
+    return num_bodies, training.number
+
+
+@pytest.mark.parametrize("nproc", [CI_1, 2])
+def test_a_stop_in_the_step_that_is_rolled_back_ends_the_loop(nproc: int, tmp_path: Path) -> None:
+    assert run_ranks(_stops_and_goes_back, tmp_path, nproc=nproc) == [(BAD, SAVED)] * nproc
+
+
 def _after_nan(job: Any, folder: Path, how: Any) -> Any:
     """The samples of each step that was taken, by number; sample 13, in step 4, is NaN."""
     x, y = make_data().tensors

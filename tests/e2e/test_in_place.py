@@ -63,12 +63,29 @@ class Counts(nn.Module):
         self.forwards += 1
         return x.relu()
 
+def lose_peer_late(rank):
+    # In step 20 rank 1 is killed, and rank 0 loses it, after the gradients of all ranks have arrived.
+    from paceline.job import current_step
+    from paceline.parallel.ddp import DDPStrategy
+    finish = DDPStrategy.finish
+    def finish_late(self, optimizer):
+        finish(self, optimizer)
+        if current_step.step == 20 and rank < 2 and not os.path.exists(f"late-{rank}"):
+            open(f"late-{rank}", "w").close()
+            if rank == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.all_reduce(torch.zeros(1))
+    DDPStrategy.finish = finish_late
+
 def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000, micro_batch=4,
-         disturbed=None, pause_s=0):
+         disturbed=None, pause_s=0, nan=()):
     if disturbed is not None:
         disturb_recovery(disturbed)
     with paceline.join(backend=backend) as job:
         torch.manual_seed(0)
+        if before == "late":
+            lose_peer_late(job.rank)
         x = torch.randn(500, 16)
         model = nn.Sequential(nn.Linear(16, 64), Counts(), nn.Dropout(0.1), nn.Linear(64, 4))
         if before == "barrier":
@@ -86,6 +103,7 @@ def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=10
         training = paceline.Training(
             job, model, optimizer, batches, schedule=schedule,
             checkpoints=paceline.Checkpoints("kept", every_steps=every_steps),
+            on_non_finite="skip" if nan else None,
         )
         training.report("report")
         if before == "keep":
@@ -95,6 +113,8 @@ def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=10
         for step in training.steps(until=steps):
             for bx, by in step:
                 loss = nn.functional.mse_loss(model(bx), by)
+                if step.number in nan:
+                    loss = loss * torch.nan
                 fault(job.rank, step.number, faults)
                 step.backward(loss)
                 if before == "update inside":
@@ -107,6 +127,8 @@ def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=10
         training.export("end.pt")
         with open(f"buffers-{job.rank}", "w") as file:
             file.write(digest(list(model.buffers())))
+        with open(f"skipped-{job.rank}", "w") as file:
+            file.write(str(training.num_skipped))
 
 main(**json.loads(os.environ["SETTINGS"]))
 """
@@ -144,6 +166,22 @@ def test_only_the_rank_that_failed_gets_a_new_process(tmp_path: Path) -> None:
     assert processes == {0: 2, 1: 2, 2: 1}
     ends = [(tmp_path / name / "buffers-2").read_text() for name in ("undisturbed", "faults")]
     assert ends[0] == ends[1]  # a repeated forward does not count twice
+
+
+@pytest.mark.ci
+def test_a_rank_takes_over_a_step_that_another_has_finished(tmp_path: Path) -> None:
+    _, expected, _ = train(tmp_path / "undisturbed")
+    end, found, _ = train(tmp_path / "faults", words=IN_PLACE, before="late")
+    assert_replaced(end, 1)
+    assert found == expected
+
+
+@pytest.mark.ci
+def test_the_new_process_knows_how_many_steps_were_left_out(tmp_path: Path) -> None:
+    settings = {"nan": [5, 9], "faults": [[1, 20, "kill"]]}
+    end, _, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
+    assert_replaced(end, 1)
+    assert [(tmp_path / f"faults/skipped-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
 @pytest.mark.ci

@@ -38,6 +38,8 @@ from paceline.parallel.strategy import Strategy
 from paceline.shm.group import ShmGroup
 
 DEFAULT_BUCKET_MB = 25.0
+# Makes a new reducer over the default group, without collectives.
+_REBUILD = "torch.nn.parallel.DistributedDataParallel.__setstate__"
 # Attribute of a wrapper: the names and parameters that were trainable when DDP wrapped the model.
 _KNOWN = "_paceline_known"
 
@@ -127,6 +129,11 @@ def _set_up_reduction(job: Job, wrapper: Replica) -> None:
         compress_gradients(job, wrapper, wrapper.compress)
 
 
+def can_reconnect() -> bool:
+    """Whether `reconnect` works with the installed torch."""
+    return torch_private.find(_REBUILD) is not None
+
+
 def reconnect(job: Job, wrapper: Replica) -> None:
     """Reduce gradients over the new groups of the job, after `Job.reconnect`.
 
@@ -138,8 +145,9 @@ def reconnect(job: Job, wrapper: Replica) -> None:
         p.grad = None  # a view of a bucket that is freed now
     assert job.group is not None
     wrapper.process_group = job.group
-    # What unpickling does: a new reducer, without collectives.
-    wrapper.__setstate__(wrapper.__getstate__())  # type: ignore[no-untyped-call]
+    rebuild = torch_private.find(_REBUILD)
+    assert rebuild is not None
+    rebuild(wrapper, wrapper.__getstate__())  # type: ignore[no-untyped-call]
     _set_up_reduction(job, wrapper)
 
 

@@ -7,7 +7,7 @@ A step (`StageRunner.run`):
 2. Find the shapes of what stages pass: for new shapes of the arguments, by one forward without gradients
    through all stages.
 3. Run a schedule of torch. It decides when this rank computes the forward or backward of which stage and
-   micro-batch, and sends and receives tensors. It calls a `_StageModule` for each forward, and
+   micro-batch, and sends and receives tensors. It calls `_Stage` for each forward, and
    `stage_cut.py` computes it. The last stage then calls the loss function again; its call of the model now
    returns the output.
 
@@ -41,6 +41,7 @@ from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.device import copy_tensors, tensors_of
 from paceline.errors import StepError, listed
 from paceline.job.job import Job
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.dry_stages import DryStages
 from paceline.parallel.loss_graph import discard_gradients, used_leaves
 from paceline.parallel.modules import NoOutputOnThisStage, enclosing, whole
@@ -180,14 +181,12 @@ class StageRunner:
             found[stage] = _like(nothing if received is None else received), _like(sent)
             return output
 
-        buffers = list(self._module.buffers())
-        kept = [buffer.clone() for buffer in buffers]
+        buffers = Buffers([self._module])
         with step.forward_context(index):
             receive = self._receiver(arguments)
         with torch.no_grad():
             self._run_all_stages(compute, receive)
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
+        buffers.restore()
         self._shapes[key] = found
         return found
 
@@ -418,26 +417,22 @@ class _Schedule:
         # torch splits a batch into micro-batches. It gets nothing: `forwards` know the arguments.
         self._nothing = torch.empty(count, device=runner.device)
         splits_backward = torch.__version__ >= "2.13" and not runner.is_sharded
-        level = dist.get_debug_level()
-        dist.set_debug_level(
-            dist.DebugLevel.OFF
-        )  # in DETAIL a stage compares shapes with its first
         stage_class = _Stage if runner.dry_stages is None else _DryStage
-        self._stages = [
-            stage_class(
-                # torch would free the gathered parameters of FSDP's modules.
-                nn.Module() if isinstance(module, FSDPModule) else module,
-                stage,
-                len(runner.cut.stages),
-                runner.device,
-                input_args=_like(self._nothing[:1]),
-                output_args=_like(self._nothing[:1]),
-                group=runner.group,
-                dw_builder=None if splits_backward else _whole_backward,
-            )
-            for stage, module in runner.cut.modules.items()
-        ]
-        dist.set_debug_level(level)
+        with _debug_level_off():  # in DETAIL a stage compares shapes with its first
+            self._stages = [
+                stage_class(
+                    # torch would free the gathered parameters of FSDP's modules.
+                    nn.Module() if isinstance(module, FSDPModule) else module,
+                    stage,
+                    len(runner.cut.stages),
+                    runner.device,
+                    input_args=_like(self._nothing[:1]),
+                    output_args=_like(self._nothing[:1]),
+                    group=runner.group,
+                    dw_builder=None if splits_backward else _whole_backward,
+                )
+                for stage, module in runner.cut.modules.items()
+            ]
         for each in self._stages:
             each.begin_backward = runner.begin_backward
         schedule = SCHEDULES[runner.schedule_name]
@@ -530,6 +525,16 @@ def _with_zeros(ops: list[dist.P2POp]) -> list[dist.P2POp]:
     for op in ops:
         op.tensor.detach().zero_()
     return ops
+
+
+@contextlib.contextmanager
+def _debug_level_off() -> Iterator[None]:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ from paceline.data.plan import PlannedStep
 from paceline.errors import ConfigError, StepError, listed, name_ranks
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.syncbn import SyncBatchNorm, plain_batchnorms
-from paceline.training.buffers import Buffers
 
 _RunLoop = Callable[[Callable[[bool], None]], None]
 _BeginAgain = Callable[[Callable[[PlannedStep], PlannedStep]], None]
@@ -48,7 +48,8 @@ class AutoMicroBatch:
     def __init__(
         self, job: Job, batches: Batches, models: Sequence[nn.Module], strategy: Strategy
     ) -> None:
-        self._job, self._batches, self._models = job, batches, models
+        self._job, self._batches = job, batches
+        self._buffers = Buffers(models)
         self._full: list[int] = []  # ranks without memory in the last try
         self._replay = strategy.make_replay()
         self._state = "running"  # of a step with replay; then "failed", on this rank, and "agreed"
@@ -91,11 +92,11 @@ class AutoMicroBatch:
 
         Collective: all ranks.
         """
-        buffers = Buffers(self._models)
+        self._buffers.keep()
         succeeds = self._succeeds if self._replay is None else self._succeeds_with_replay
         while not succeeds(run_loop, begin_again):
             self._free_memory()
-            buffers.restore()
+            self._buffers.restore()
             begin_again(self._cut)
 
     def _free_memory(self) -> None:

@@ -157,6 +157,11 @@ class Control:
         self._copied: _Values | None = None
         self._in_flight: _SentWord | None = None
 
+    @property
+    def asks_stop(self) -> bool:
+        """Whether this rank has asked for a stop that not all ranks know of yet."""
+        return self.own.stop or (self._in_flight is not None and self._in_flight.requests.stop)
+
     def begin_loop(self, step: int) -> None:
         """Discard what is left of an earlier loop; the next step is `step` + 1. All ranks call it."""
         self.own, self.agreed = Requests(), Requests()

@@ -7,16 +7,15 @@ of a training without this option.
 
 A hook on each parameter takes a number of its gradient that depends on each bit (`desync.sum_of`) after each
 backward, before DDP sums it over the ranks. Equal numbers mean equal bits. Not covered: the sum over ranks.
-The update is: the replicas are compared after it.
+The update is: the replicas are compared after it. `recheck_verdict.py` judges what was computed.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,55 +26,43 @@ from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.digest import digest
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import ConfigError, RankDisagreement, StepError, listed, name_ranks
+from paceline.errors import ConfigError, PacelineError, StepError
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
 from paceline.parallel.loss_graph import uses_all_gather
-from paceline.parallel.modules import unwrap
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.syncbn import SyncBatchNorm
+from paceline.training import recheck_verdict
 from paceline.training.desync import ReplicaCheck, read_sums, sum_of, total_of
 from paceline.training.optimizers import TrainedOptimizer
+from paceline.training.recheck_verdict import LOSS, Numbers
 
-_LOSS = "the loss"
-_TEST_HOST = "take this host out of the job, and test it; the job resumes from its last checkpoint."
+# Computes the share of the rank that is so many ranks further; yields the batches.
+_Compute = Callable[[int], Generator[Any, None, "_Computed"]]
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that the order of backwards counts
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a forward may change besides gradients."""
-
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    generators: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Examined:
-    """A step, its state before it, and what runs micro-batches of it again."""
-
-    number: int
-    planned: PlannedStep
-    before: _State
-    again: Callable[[list[MicroBatch]], Iterator[Any]]
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Computed:
     """One computation of a rank's share of a step.
 
     Attributes:
-        numbers: By parameter, for its gradient; and for the loss.
-        inputs: A number of the samples.
+        sums: By parameter, for its gradient: `sum_of`, on the device.
+        inputs: Numbers of the batches.
         losses: Of the micro-batches.
+        finite: With a computation again: whether each gradient is finite.
+        numbers: `sums` on the host, with that of the losses, when it has ended.
     """
 
-    numbers: dict[str, int]
-    inputs: int
-    losses: list[torch.Tensor]
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    finite: list[torch.Tensor] = field(default_factory=list)
+    numbers: Numbers = field(default_factory=dict)
 
 
 class Recheck:
@@ -113,10 +100,8 @@ class Recheck:
         self._is_exact = isinstance(strategy, ExactStrategy)  # it takes gradients out of `p.grad`
         self._rotates = job.data.size > 1 and self._is_alike()
         self._hooks: list[RemovableHandle] = []
-        self._sums: dict[str, torch.Tensor] = {}
-        self._inputs: list[int] = []
-        self._losses: list[torch.Tensor] = []
-        self._finite: list[torch.Tensor] = []
+        self._current = _Computed()
+        self._before = Buffers(models)
 
     def _refuse(self, strategy: Strategy) -> None:
         require_integers(1, recheck_every=self._every)
@@ -185,12 +170,13 @@ class Recheck:
         if not is_due and not self._reads_gradients:
             yield from once()
             return
-        before = self._save_state()
+        self._before.keep()
+        generators = rng.states(self._job.device)
         if is_due:
             self._watch()
         for batch in once():
             if is_due:  # before the loop's body, which may change the batch
-                self._inputs.append(digest(batch))
+                self._current.inputs.append(digest(batch))
             yield batch
         first = self._take()
         is_finite = not self._reads_gradients or self._has_finite_gradients()
@@ -198,23 +184,32 @@ class Recheck:
             return
         self._reads_gradients &= is_finite
         kept = [(p, p.grad) for model in self._models for p in model.parameters()]
-        after = self._save_state()
-        step = _Examined(number, planned, before, again)
-        yield from self._examine(step, first, is_due=is_due, is_finite=is_finite)
-        self._load_state(after)
+        after = Buffers(self._models), rng.states(self._job.device)
+        compute = partial(self._compute, planned, generators, again)
+        if not is_due:
+            first = yield from self._recompute_non_finite(number, first.losses, compute)
+        yield from self._examine(number, first, compute)
+        if not is_finite and self._job.rank == 0:
+            log.logger.warning(
+                "step %d was computed again%s, with equal bits: the NaN or infinity comes from the model, "
+                "the samples or the learning rate, not from hardware.",
+                number,
+                ", on other ranks too" if self._rotates else "",
+            )
+        self._set_state(*after)
         for p, gradient in kept:
             p.grad = gradient
 
     def record_loss(self, loss: torch.Tensor, own: torch.Tensor | None) -> None:
         """Take the loss of a micro-batch. `own` is its sum over the samples, None if it is padding."""
         if own is not None:
-            self._losses.append(own)
+            self._current.losses.append(own)
         if self._hooks and self._rotates and uses_all_gather(loss):
             self._rotates = self._stay("the loss is over the samples of all ranks, in their order")
 
     def forget(self) -> None:
         """Forget what was recorded: the strategy repeats the step."""
-        self._sums, self._inputs, self._losses, self._finite = {}, [], [], []
+        self._current = _Computed()
 
     def leave_step(self) -> None:
         for hook in self._hooks:
@@ -223,63 +218,71 @@ class Recheck:
 
     # Computing.
 
-    def _examine(
-        self, step: _Examined, first: _Computed, *, is_due: bool, is_finite: bool
-    ) -> Iterator[Any]:
+    def _recompute_non_finite(
+        self, number: int, losses: list[torch.Tensor], compute: _Compute
+    ) -> Generator[Any, None, _Computed]:
+        """Compute a step again whose gradient holds NaN or infinity."""
+        first = yield from compute(0)
+        is_finite = all(map(bool, [*first.finite, *(each.isfinite() for each in first.losses)]))
+        differs = any(not torch.equal(*pair) for pair in zip(losses, first.losses, strict=True))
+        try:
+            everyone = collectives.gather(self._job, [is_finite, differs], call="recheck_every")
+        except StepError as error:  # the others went on, so their gradient is finite
+            only_here = recheck_verdict.only_on(number, self._job.rank)
+            only_here.where = self._where(number)
+            raise only_here from error
+        if all(finite for finite, _ in everyone):
+            ranks = [rank for rank, (_, other) in enumerate(everyone) if other]
+            raise self._located(recheck_verdict.became_finite(number, ranks))
+        return first
+
+    def _examine(self, number: int, first: _Computed, compute: _Compute) -> Iterator[Any]:
         job = self._job
-        if not is_due:
-            losses = first.losses
-            first = yield from self._compute(step, 0)
-            finite = all(map(bool, [*self._finite, *(each.isfinite() for each in first.losses)]))
-            try:
-                everyone = collectives.gather(job, finite, call="recheck_every")
-            except StepError as error:  # the others went on, so their gradient is finite
-                raise self._only_here(step.number) from error
-            if all(everyone):
-                self._raise_finite(step.number, losses, first.losses)
-        second = yield from self._compute(step, 0)
-        other = (yield from self._compute(step, 1)) if self._rotates else None
-        found = [each for each in (first, second, other) if each]
-        rows = collectives.gather(job, [[total_of(c.numbers), c.inputs] for c in found])
+        computed = [first, (yield from compute(0))]
+        if self._rotates:
+            computed.append((yield from compute(1)))
+        # For each computation, a number for all gradients, and one for all samples.
+        rows = collectives.gather(job, [[total_of(c.numbers), c.inputs] for c in computed])
+        if error := recheck_verdict.other_samples(number, [[each[1] for each in r] for r in rows]):
+            raise self._located(error)
         unstable = [rank for rank, row in enumerate(rows) if row[0] != row[1]]
         # By rank of the samples. The last column is the computation of the rank before.
-        wrong = [rank for rank, row in enumerate(rows) if other and rows[rank - 1][2] != row[0]]
-        self._refuse_other_samples(step.number, [[each[1] for each in row] for row in rows])
+        wrong = [rank for rank, row in enumerate(rows) if rows[rank - 1][2:] not in ([], [row[0]])]
+        if not unstable and not wrong:
+            return
+        if not unstable:
+            self._replicas.compare(number - 1)
+        last = yield from compute(0 if unstable else min(2, job.world_size - 1))
+        everyone = collectives.gather(job, [each.numbers for each in (*computed, last)])
         if unstable:
-            third = yield from self._compute(step, 0)
-            self._raise_unstable(step.number, unstable, first, second, third)
-        if other and wrong:
-            self._replicas.compare(step.number - 1)
-            judge = yield from self._compute(step, 1 if job.world_size == 2 else 2)
-            self._raise_wrong(step.number, wrong, first, other, judge)
-        if not is_finite and job.rank == 0:
-            log.logger.warning(
-                "step %d was computed again%s, with equal bits: the NaN or infinity comes from the model, "
-                "the samples or the learning rate, not from hardware.",
-                step.number,
-                ", on other ranks too" if other else "",
-            )
+            raise self._located(recheck_verdict.unstable(number, unstable, everyone))
+        raise self._located(recheck_verdict.wrong(number, wrong, everyone))
 
-    def _compute(self, step: _Examined, shift: int) -> Generator[Any, None, _Computed]:
-        """Compute the share of the rank that is `shift` ranks further."""
+    def _compute(
+        self,
+        planned: PlannedStep,
+        generators: dict[str, Any],
+        again: Callable[[list[MicroBatch]], Iterator[Any]],
+        shift: int,
+    ) -> Generator[Any, None, _Computed]:
+        """Compute the share of the rank that is `shift` ranks further, from the state before the step."""
         axis = self._job.data
         rank = (axis.rank + shift) % axis.size
-        micros = self._batches.read_again(step.planned, rank, equal=self._equal)
-        self.forget()
-        self._inputs = [digest(micro.batch) for micro in micros]
-        self._load_state(step.before)
+        micros = self._batches.read_again(planned, rank, equal=self._equal)
+        self._current = _Computed(inputs=[digest(micro.batch) for micro in micros])
+        self._set_state(self._before, generators)
         for model in self._models:
             for p in model.parameters():
                 p.grad = None
         self._watch(is_again=True)
-        yield from step.again(micros)
+        yield from again(micros)
         return self._take()
 
     def _watch(self, *, is_again: bool = False) -> None:
         for trained in self._optimizers:
             for name, p in trained.named_parameters():
                 if p.requires_grad:
-                    take = functools.partial(self._take_gradient, name, is_again)
+                    take = partial(self._take_gradient, name, is_again)
                     hook = p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
                     self._hooks.append(hook)
 
@@ -290,22 +293,22 @@ class Recheck:
             gradient = gradient.to_dense()
         if not gradient.numel():
             return
-        number, earlier = sum_of(gradient), self._sums.get(name)
-        self._sums[name] = number if earlier is None else earlier * _FACTOR + number
+        sums = self._current.sums
+        number, earlier = sum_of(gradient), sums.get(name)
+        sums[name] = number if earlier is None else earlier * _FACTOR + number
         if is_again:
-            self._finite.append(gradient.isfinite().all())
+            self._current.finite.append(gradient.isfinite().all())
             if self._is_exact:
                 p.grad = None
 
     def _take(self) -> _Computed:
-        """What was recorded since the last `forget`."""
-        is_watched = bool(self._hooks)
+        """What was recorded in this computation, which has ended."""
+        computed, is_watched = self._current, bool(self._hooks)
         self.leave_step()
-        if is_watched and self._losses:
-            self._sums[_LOSS] = sum_of(torch.stack(self._losses))
-        inputs = hashlib.blake2b(repr(self._inputs).encode(), digest_size=7).digest()
-        numbers = read_sums(self._sums)
-        return _Computed(numbers, int.from_bytes(inputs), self._losses)
+        if is_watched and computed.losses:
+            computed.sums[LOSS] = sum_of(torch.stack(computed.losses))
+        computed.numbers = read_sums(computed.sums)
+        return computed
 
     def _has_finite_gradients(self) -> bool:
         gradients = [
@@ -320,152 +323,17 @@ class Recheck:
         total = torch.stack([gradient.sum().float() for gradient in gradients]).sum().item()
         return math.isfinite(total) or all(bool(each.isfinite().all()) for each in gradients)
 
-    def _save_state(self) -> _State:
-        buffers = [buffer for model in self._models for buffer in unwrap(model).buffers()]
-        generators = rng.states(self._job.device)
-        return _State([(buffer, buffer.clone()) for buffer in buffers], generators)
+    def _set_state(self, buffers: Buffers, generators: dict[str, Any]) -> None:
+        buffers.restore()
+        rng.set_states(self._job.device, generators)
 
-    def _load_state(self, state: _State) -> None:
-        with torch.no_grad():
-            for buffer, value in state.buffers:
-                buffer.copy_(value)
-        rng.set_states(self._job.device, state.generators)
-
-    # Verdicts. All ranks raise them.
-
-    def _refuse_other_samples(self, number: int, inputs: list[list[int]]) -> None:
-        size = len(inputs)
-        own = [rank for rank in range(size) if inputs[rank][0] != inputs[rank][1]]
-        next_ = [r for r in range(size) if inputs[r][2:] not in ([], inputs[(r + 1) % size][:1])]
-        if own or next_:
-            ranks = sorted({*own, *next_})
-            raise StepError(
-                f"{name_ranks(ranks)} read other samples when step {number} was computed again.",
-                where=self._where(number, ranks),
-                why="the dataset, its transforms or `collate` give other values each time, on some ranks, or "
-                "faulty memory has changed them.",
-                fix="draw random numbers from torch, numpy or `random` with sample_randomness=True, which is "
-                "the default; or leave recheck_every out.",
-                step=number,
-            )
-
-    def _raise_unstable(
-        self, number: int, ranks: list[int], first: _Computed, second: _Computed, third: _Computed
-    ) -> None:
-        job = self._job
-        differing = _differing(first.numbers, second.numbers)
-        # A bit that hardware flipped once is not in the third computation.
-        repeats = third.numbers in (first.numbers, second.numbers)
-        names, repeat = zip(*collectives.gather(job, [differing, repeats]), strict=True)
-        is_minority = job.world_size == 1 or 2 * len(ranks) <= job.world_size
-        what = f"step {number}, computed again, gives other gradients on {name_ranks(ranks)}"
-        if not is_minority or not all(repeat[rank] for rank in ranks):
-            raise StepError(
-                f"{what}: {listed(names[ranks[0]])}.",
-                where=self._where(number, ranks),
-                why="the computation is not deterministic: kernels, random numbers that are not torch's, or "
-                "values that the loop keeps from one micro-batch to the next. Or its processor or memory is "
-                "unstable.",
-                fix="torch.use_deterministic_algorithms(True); or leave recheck_every out.",
-                step=number,
-                parameters=names[ranks[0]],
-            )
-        raise self._fault(
-            number,
-            ranks,
-            names[ranks[0]],
-            what=what,
-            why="its processor or memory is unstable.",
+    def _located(self, error: PacelineError) -> PacelineError:
+        """An error that all ranks raise, with where the ranks are that it names."""
+        everyone = collectives.gather(self._job, self._where(error.step))
+        error.where = "; ".join(
+            everyone[rank] for rank in (error.ranks or range(len(everyone)))[:5]
         )
+        return error
 
-    def _raise_wrong(
-        self, number: int, wrong: list[int], first: _Computed, other: _Computed, judge: _Computed
-    ) -> None:
-        size = self._job.world_size
-        each = collectives.gather(self._job, [c.numbers for c in (first, other, judge)])
-        suspects: set[int] = set()
-        names: list[str] = []
-        for rank in wrong:
-            before = (rank - 1) % size
-            own, by_before = each[rank][0], each[before][1]
-            by_judge = each[before if size == 2 else (rank - 2) % size][2]
-            names = names or _differing(own, by_before)
-            if by_judge == own:
-                suspects.add(before)
-            elif by_judge == by_before and size > 2:
-                suspects.add(rank)
-            else:
-                suspects |= set(range(size))
-        if len(suspects) <= max(1, (size - 1) // 2):
-            ranks = sorted(suspects)
-            raise self._fault(
-                number,
-                ranks,
-                names,
-                what=f"step {number} gives other gradients on {name_ranks(ranks)} than on other ranks, "
-                "from the same weights and samples",
-                why="its processor or memory is faulty.",
-            )
-        why = "two ranks cannot tell which of them is wrong: the processor or memory of one is faulty, or "
-        raise self._fault(
-            number,
-            None,
-            names,
-            what=f"step {number} gives different gradients on different ranks, from the same weights and "
-            "samples",
-            why=(why if size == 2 else "")
-            + "the forward depends on the rank, or on values that differ "
-            "between ranks, such as buffers.",
-        )
-
-    def _raise_finite(
-        self, number: int, losses: list[torch.Tensor], again: list[torch.Tensor]
-    ) -> None:
-        differs = any(not torch.equal(*pair) for pair in zip(losses, again, strict=True))
-        everyone = collectives.gather(self._job, differs)
-        ranks = [rank for rank, each in enumerate(everyone) if each]
-        raise self._fault(
-            number,
-            ranks or None,
-            [_LOSS] if ranks else [],
-            what=f"the gradient of step {number} held NaN or infinity; computed again, it does not",
-            why=f"the processor or memory of {name_ranks(ranks) if ranks else 'a rank'} is faulty.",
-        )
-
-    def _only_here(self, number: int) -> RankDisagreement:
-        rank = self._job.rank
-        return RankDisagreement(
-            f"the gradient of step {number} holds NaN or infinity on rank {rank}, and not on all ranks, "
-            "after its sum over ranks.",
-            where=self._job.where(step=number, detail=f"device {self._job.device}"),
-            why="the sum is equal on all ranks, unless the program has changed it on one: the memory of "
-            f"rank {rank} may be faulty.",
-            fix=_TEST_HOST,
-            ranks=[rank],
-            step=number,
-        )
-
-    def _fault(
-        self, number: int, ranks: list[int] | None, names: list[str], *, what: str, why: str
-    ) -> RankDisagreement:
-        return RankDisagreement(
-            f"{what}{': ' if names else ''}{listed(names)}.",
-            where=self._where(number, ranks),
-            why=why,
-            fix=_TEST_HOST
-            if ranks
-            else "compare the ranks' processors, libraries and buffers, and test the hosts.",
-            parameter=names[0] if names else None,
-            differing=names,
-            ranks=ranks,
-            step=number,
-        )
-
-    def _where(self, number: int, ranks: Sequence[int] | None) -> str:
-        own = self._job.where(step=number, detail=f"device {self._job.device}")
-        everyone = collectives.gather(self._job, own)
-        return "; ".join(everyone[rank] for rank in (ranks or range(len(everyone)))[:5])
-
-
-def _differing(one: dict[str, int], other: dict[str, int]) -> list[str]:
-    return [name for name, value in one.items() if value != other.get(name)]
+    def _where(self, number: int) -> str:
+        return self._job.where(step=number, detail=f"device {self._job.device}")

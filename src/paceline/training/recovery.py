@@ -20,7 +20,7 @@ from paceline.checkpoint import codec
 from paceline.data.batches import Batches
 from paceline.job import recovery
 from paceline.job.job import Job
-from paceline.parallel.ddp import DDPStrategy, Replica
+from paceline.parallel.ddp import DDPStrategy, Replica, can_reconnect
 from paceline.parallel.modules import find_wrapper
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training.step import StepContext
@@ -40,6 +40,8 @@ def why_not(
         return "that needs paceline.ddp without reproducible=True"
     if not all(isinstance(find_wrapper(model), Replica) for model in models):
         return "each model must be wrapped by paceline.ddp"
+    if not can_reconnect():
+        return "this torch cannot connect DDP again"
     if any(isinstance(layer, SyncBatchNorm) for model in models for layer in model.modules()):
         return "the forward of paceline.sync_batchnorm is a collective"
     if batches.num_samples is None:

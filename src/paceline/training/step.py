@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paceline import log
 from paceline.clock.step_clock import (
     BACKWARD,
     COMMUNICATION,
@@ -28,7 +27,7 @@ from paceline.clock.step_clock import (
 )
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.data.samples import refuse_dropped_samples
-from paceline.errors import ConfigError, NonFinite, StepError, listed
+from paceline.errors import ConfigError, StepError
 from paceline.job import current_step
 from paceline.job.current_step import OUTSIDE, Forward
 from paceline.job.exchange import IN_SUM
@@ -40,14 +39,12 @@ from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
 from paceline.training.auto_micro_batch import AutoMicroBatch
-from paceline.training.control_word import Control, MicroBatchLoss, name_samples
+from paceline.training.control_word import Control, MicroBatchLoss
+from paceline.training.non_finite import NonFiniteSteps
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
 from paceline.training.recheck import Recheck
 from paceline.training.weight import Reduction
-
-# fp16 leaves out about 16 at most, while the loss scale falls from 65536 to 1.
-_MOST_SKIPPED = 100
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -62,11 +59,8 @@ class StepContext:
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         token_divisor: With count="tokens", what losses are divided by until the total of tokens is known.
         check_losses_until: Losses of steps below this number are checked for being sums.
-        skips_non_finite: Whether a step is left out if its gradient is NaN or infinite.
         auto: With `micro_batch="auto"`: repeats steps that run out of memory.
         recheck: With `recheck_every`: computes steps again.
-        num_skipped: Steps that were left out for that since this training was made.
-        num_skipped_in_row: How many of them came without another step since.
         recover: Called with an error of a step's collectives. It raises this error or its cause, or continues
             the training in place, with `Step.begin_again` or `Step.take_over`.
     """
@@ -76,6 +70,7 @@ class StepContext:
     strategy: Strategy
     precision: Precision
     control: Control
+    non_finite: NonFiniteSteps
     count_unit: str
     checks_rows: bool
     generator: torch.Generator
@@ -83,11 +78,8 @@ class StepContext:
     token_divisor: float
     recover: Callable[[RuntimeError, Step], None]
     check_losses_until: int = 0
-    skips_non_finite: bool = False
     auto: AutoMicroBatch | None = None
     recheck: Recheck | None = None
-    num_skipped: int = 0
-    num_skipped_in_row: int = 0
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, torch.dtype, torch.device] | None = None
 
@@ -134,6 +126,30 @@ class _Record:
         self.with_grad = next((p for p in self.trained.parameters if p.grad is not None), None)
 
 
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """What one run over the micro-batches of a step has recorded. To repeat the step, it gets a new one.
+
+    Attributes:
+        records: One for each optimizer.
+        micro: The micro-batch whose body of the loop runs.
+        num_begun: Micro-batches that the loop or `run` has got.
+        losses: Of the micro-batches.
+        last_loss: With several optimizers, the last loss that was differentiated.
+        is_recheck: Whether gradients are computed again, and stay on this rank.
+        awaits_loop: Whether it was made inside the body of the loop. The rest of that body belongs to the
+            attempt before, so its `update` does nothing.
+    """
+
+    records: list[_Record]
+    micro: MicroBatch | None = None
+    num_begun: int = 0
+    losses: list[MicroBatchLoss] = field(default_factory=list)
+    last_loss: torch.Tensor | None = None
+    is_recheck: bool = False
+    awaits_loop: bool = False
+
+
 class Step:
     """One optimizer step. Iterate over its micro-batches, `backward` for each, then `update`.
 
@@ -149,40 +165,10 @@ class Step:
     Collective: see the methods.
     """
 
-    __slots__ = (
-        "_attempt",
-        "_awaits_repeat",
-        "_context",
-        "_differentiated",
-        "_is_recheck",
-        "_is_taken_over",
-        "_micro",
-        "_micro_losses",
-        "_num_begun",
-        "_num_not_updated",
-        "_planned",
-        "_records",
-        "ends_epoch",
-        "epoch",
-        "grad_norm",
-        "is_updating",
-        "num_samples",
-        "number",
-    )
-
     def __init__(self, context: StepContext, planned: PlannedStep, number: int) -> None:
         self._context = context
         self._planned = planned
-        self._records = [_Record(trained) for trained in context.optimizers]
-        self._micro: MicroBatch | None = None  # the current one
-        self._num_begun = 0  # micro-batches that the loop or `run` has got
-        self._attempt = 0  # how often the step was begun again
-        self._is_taken_over = False
-        self._awaits_repeat = False  # the body of the loop is left, and runs again
-        self._num_not_updated = len(self._records)  # optimizers
-        self._micro_losses: list[MicroBatchLoss] = []
-        self._differentiated: torch.Tensor | None = None  # with several optimizers, the last loss
-        self._is_recheck = False  # whether gradients are computed again, and stay on this rank
+        self._attempt = self._new_attempt()
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -205,7 +191,7 @@ class Step:
         return self._run_micro_batches()
 
     def _refuse_second_loop(self) -> None:
-        if self._num_begun:
+        if self._attempt.num_begun:
             raise self._error(
                 "the loop over the micro-batches of this step has begun already.",
                 why="it gives the samples of the step once.",
@@ -214,70 +200,78 @@ class Step:
 
     def _run_micro_batches(self) -> Iterator[Any]:
         if (recheck := self._context.recheck) is not None:
-            return recheck.run(self.number, self._planned, self._run_once, self._run_again)
+            return recheck.run(self.number, self._planned, self._run_attempt, self._run_again)
         return self._run_until_done()
+
+    def _new_attempt(self, *, is_recheck: bool = False, awaits_loop: bool = False) -> _Attempt:
+        records = [_Record(trained) for trained in self._context.optimizers]
+        return _Attempt(records, is_recheck=is_recheck, awaits_loop=awaits_loop)
 
     def _run_until_done(self) -> Iterator[Any]:
         """Run the micro-batches, again if the ranks had to connect again."""
-        attempt = None
-        while attempt != self._attempt and not self._is_taken_over:
-            attempt = self._attempt
+        is_over = False
+        while not is_over:
+            self._attempt.awaits_loop = False
             try:
-                yield from self._run_once()
+                yield from self._run_attempt()
             except RuntimeError as error:  # of the strategy; the loop's own errors do not come here
                 self._context.recover(error, self)
+            is_over = not self._attempt.awaits_loop or self.is_done
 
-    def _is_left(self, attempt: int) -> bool:
-        """Whether this attempt at the step was left, in a call of the loop's body."""
-        return attempt != self._attempt or self._is_taken_over
-
-    def _run_once(self) -> Iterator[Any]:
-        context, planned, attempt = self._context, self._planned, self._attempt
-        for record in self._records:
-            record.trained.clear_gradients_if_extended()
+    def _run_attempt(self) -> Iterator[Any]:
+        context, planned = self._context, self._planned
+        for trained in context.optimizers:
+            trained.clear_gradients_if_extended()
         # Forwards are collectives, or this rank has none and goes straight to the sum of the gradients.
         if context.strategy.needs_equal_micro_batches or not planned.num_micro_batches:
             self._begin_collectives()
         clock.enter(DATA)
         for micro in context.strategy.micro_batches(planned):
-            if self._num_begun == planned.num_micro_batches:  # the strategy repeats the step
-                self._num_begun, self._micro_losses = 0, []
-                self._records = [_Record(record.trained) for record in self._records]
+            if (
+                self._attempt.num_begun == planned.num_micro_batches
+            ):  # the strategy repeats the step
+                self._attempt = self._new_attempt()
                 if context.recheck is not None:
                     context.recheck.forget()
             yield from self._run_one(micro)
-            if self._is_left(attempt):
+            if self._attempt.awaits_loop:
                 return
-            if self._num_begun < planned.num_micro_batches:
+            if self._attempt.num_begun < planned.num_micro_batches:
                 clock.enter(DATA)
-        if left := [record for record in self._records if not record.is_complete]:
+        if left := [record for record in self._attempt.records if not record.is_complete]:
             self._complete_gradients(left)
 
     def _run_again(self, micros: list[MicroBatch]) -> Iterator[Any]:
-        """Run micro-batches whose gradients stay on this rank. The state of this step stays as it is."""
-        kept = self._records, self._micro_losses, self._num_begun
-        self._records = [_Record(record.trained) for record in self._records]
-        self._micro_losses, self._num_begun, self._is_recheck = [], 0, True
+        """Run micro-batches for `recheck_every`, whose gradients stay on this rank."""
+        kept, self._attempt = self._attempt, self._new_attempt(is_recheck=True)
         try:
             for micro in self._context.strategy.without_sums(micros):
                 yield from self._run_one(micro)
         finally:
-            self._records, self._micro_losses, self._num_begun = kept
-            self._is_recheck = False
+            self._attempt = kept
 
     def _run_one(self, micro: MicroBatch) -> Iterator[Any]:
-        attempt = self._attempt
+        context, attempt = self._context, self._attempt
         clock.enter(FORWARD)
-        self._begin_micro_batch(micro)
+        attempt.num_begun += 1
+        attempt.micro = micro
+        current_step.forward = Forward(self._planned.num_micro_batches, micro.is_padding)
+        if context.checks_rows:
+            refuse_dropped_samples(micro.batch, micro.count, self._where)
+        for record in attempt.records:
+            record.needs_backward = True
+        # Dropout depends on the step and the first sample, not on the rank.
+        context.generator.manual_seed(self._dropout_seed(micro))
+        context.precision.enter()
         yield micro.batch
-        if self._is_left(attempt):
+        if attempt is not self._attempt:
             return
-        self._context.precision.leave()
-        self._micro = None
+        context.precision.leave()
+        attempt.micro = None
         current_step.forward = OUTSIDE
-        if any(record.needs_backward for record in self._records):
+        if any(record.needs_backward for record in attempt.records):
             raise self._error(
-                f"micro-batch {self._num_begun} of {self._planned.num_micro_batches} had no "
+                f"micro-batch {attempt.num_begun} of {self._planned.num_micro_batches} had no "
                 "`step.backward`.",
                 fix=self._backward_fix(),
             )
@@ -285,19 +279,6 @@ class Step:
     def _begin_collectives(self) -> None:
         if (exchange := self._context.job.exchange) is not None:
             exchange.advance(self.number, IN_SUM)
-
-    def _begin_micro_batch(self, micro: MicroBatch) -> None:
-        context = self._context
-        self._num_begun += 1
-        self._micro, self._awaits_repeat = micro, False
-        current_step.forward = Forward(self._planned.num_micro_batches, micro.is_padding)
-        if context.checks_rows:
-            refuse_dropped_samples(micro.batch, micro.count, self._where)
-        for record in self._records:
-            record.needs_backward = True
-        # Dropout depends on the step and the first sample, not on the rank.
-        context.generator.manual_seed(self._dropout_seed(micro))
-        context.precision.enter()
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
         return pair_seed(self._context.dropout_key, self.number, micro.offset)
@@ -327,22 +308,25 @@ class Step:
 
     def begin_again(self, cut: Callable[[PlannedStep], PlannedStep]) -> None:
         """Forget what was done in this step; `cut` gives its micro-batches again."""
-        self._context.leave_step()
-        for record in self._records:
-            record.trained.clear_gradients()
-        self._records = [_Record(record.trained) for record in self._records]
+        self._leave_attempt()
         self._planned = cut(self._planned)
-        self._micro, self._num_begun, self._micro_losses = None, 0, []
-        self._attempt += 1
-        self._awaits_repeat = True
 
     def take_over(self) -> None:
         """Another rank has finished this step, and its state was loaded: nothing is left to do in it."""
+        self._leave_attempt()
+        for record in self._attempt.records:
+            record.is_updated = record.was_stepped = True
+
+    def _leave_attempt(self) -> None:
         self._context.leave_step()
-        for record in self._records:
-            record.trained.clear_gradients()
-            record.needs_backward, record.is_updated, record.was_stepped = False, True, True
-        self._micro, self._num_not_updated, self._is_taken_over = None, 0, True
+        for trained in self._context.optimizers:
+            trained.clear_gradients()
+        self._attempt = self._new_attempt(awaits_loop=True)
+
+    @property
+    def was_taken_over(self) -> bool:
+        """Whether another rank has finished this step, see `take_over`."""
+        return self.is_done and self._attempt.awaits_loop
 
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
@@ -392,7 +376,7 @@ class Step:
         Collective: all ranks, for each of their micro-batches.
         """
         clock.enter(BACKWARD)
-        context, micro = self._context, self._micro
+        context, attempt, micro = self._context, self._attempt, self._attempt.micro
         records = self._records_of(optimizer)
         context.precision.leave()
         if micro is None:
@@ -424,12 +408,12 @@ class Step:
         if micro.is_padding or weight.has_no_gradient(loss, count, reduction):
             hooks = discard_gradients(scaled)
         inputs = None
-        if len(records) < len(self._records):
+        if len(records) < len(attempt.records):
             inputs = [p for record in records for p in record.trained.parameters]
         if micro.is_last:
             self._begin_collectives()
         try:
-            if self._is_recheck:
+            if attempt.is_recheck:
                 torch.autograd.backward(scaled, start, inputs=inputs)
                 is_complete = False
             else:
@@ -446,7 +430,7 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
-        if any(other.needs_backward for other in self._records):
+        if any(other.needs_backward for other in self._attempt.records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
         else:
@@ -485,7 +469,7 @@ class Step:
         start = self._context.start_of(scaled, divisor, count if reduction == "mean" else 1)
         unit = strategy.loss_unit
         own = weight.as_sum(loss.detach(), count, reduction, unit)
-        self._micro_losses.append(MicroBatchLoss(self.epoch, micro.places, own))
+        self._attempt.losses.append(MicroBatchLoss(self.epoch, micro.places, own))
         return start, own
 
     def update(
@@ -510,9 +494,9 @@ class Step:
 
         Collective: all ranks, once for all optimizers or once for each.
         """
-        if self._is_taken_over or self._awaits_repeat:
+        attempt, context = self._attempt, self._context
+        if attempt.awaits_loop:
             return
-        context = self._context
         records = self._records_of(optimizer)
         for record in records:
             self._refuse_update(record)
@@ -526,14 +510,11 @@ class Step:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
             record.is_updated = True
         self.is_updating = False
-        self._num_not_updated -= len(records)
         if self.is_done:
-            context.precision.end_step()  # first: `_report_skipped` may raise
-            if all(each.was_stepped for each in self._records):
-                context.num_skipped_in_row = 0
-            else:
-                self._report_skipped()
-            for each in self._records:
+            context.precision.end_step()  # first: `count` may raise
+            was_stepped = [each.was_stepped for each in attempt.records]
+            context.non_finite.count(self.number, was_stepped, attempt.losses)
+            for each in attempt.records:
                 if each.was_stepped and each.trained.scheduler is not None:
                     each.trained.scheduler.step()
             context.strategy.after_update(self.number, self._planned)
@@ -576,13 +557,13 @@ class Step:
     def _clip(self, records: list[_Record], clip_norm: float | None) -> bool:
         """Clip. False, on all ranks, if the update must be left out because of NaN or infinity."""
         self.grad_norm = None
-        context, strategy = self._context, self._context.strategy
-        skips = context.skips_non_finite and not context.precision.scales
+        context, scales = self._context, self._context.precision.scales
+        skips = context.non_finite.are_skipped and not scales
         if clip_norm is None and not skips:
             return True
         parameters = [p for record in records for p in record.trained.parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = strategy.grad_norm(gradients)
+        norm = context.strategy.grad_norm(gradients)
         if clip_norm is not None:
             # As `torch.nn.utils.clip_grad_norm_`.
             factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
@@ -590,72 +571,10 @@ class Step:
             self.grad_norm = norm
         if skips:
             return math.isfinite(norm.item())
-        self._refuse_non_finite(norm, records)
+        if not scales:  # else the scaler skips such a step
+            named = (pair for record in records for pair in record.trained.named_parameters())
+            context.non_finite.refuse(self.number, norm, named, self._attempt.losses)
         return True
-
-    def _report_skipped(self) -> None:
-        context = self._context
-        context.num_skipped += 1
-        context.num_skipped_in_row += 1
-        if context.job.rank == 0:
-            left_out = [n for n, each in enumerate(self._records) if not each.was_stepped]
-            all_of_it = len(left_out) == len(self._records)
-            log.logger.info(
-                "step %d was left out%s: its gradient holds NaN or infinity (%d so far).",
-                self.number,
-                "" if all_of_it else f" by optimizer {listed(list(map(str, left_out)))}",
-                context.num_skipped,
-            )
-        if context.num_skipped_in_row < _MOST_SKIPPED or context.job.is_dry_run:
-            return
-        samples = context.control.gather_bad_samples(
-            self._micro_losses, self._context.strategy.gradient_job
-        )
-        raise NonFinite(
-            f"{_MOST_SKIPPED} steps in a row were left out: their gradients held NaN or infinity.",
-            where=name_samples(samples),
-            why="a few bad samples do not come in each step, so it is the weights, the learning rate or all "
-            "samples.",
-            fix="start again from a checkpoint, with a lower learning rate; or training.rollback().",
-            quantity="gradient",
-            step=self.number,
-            ranks=list(samples),
-            samples=samples,
-        )
-
-    def _refuse_non_finite(self, norm: torch.Tensor, records: list[_Record]) -> None:
-        # On a GPU the check would wait for the device. There the control word reports the next step's loss,
-        # which is NaN. With a loss scale the scaler skips such a step.
-        if self._context.precision.scales or norm.device.type != "cpu":
-            return
-        if math.isfinite(norm.item()):
-            return
-        bad = [
-            name
-            for record in records
-            for name, p in record.trained.named_parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        ]
-        samples = self._context.control.gather_bad_samples(
-            self._micro_losses, self._context.strategy.gradient_job
-        )
-        because = (
-            "the loss became NaN or infinite" if samples else "the loss of all ranks is finite"
-        )
-        raise NonFinite(
-            f"the gradient of step {self.number} holds NaN or infinity in {listed(bad) or 'its norm'}; the "
-            "step was not taken.",
-            where=name_samples(samples),
-            why=f"{because}.",
-            fix="look at these samples, lower the learning rate, or find the operation with "
-            "torch.autograd.set_detect_anomaly(True); or leave such steps out: Training(..., "
-            'on_non_finite="skip").',
-            quantity="gradient",
-            step=self.number,
-            parameters=bad,
-            ranks=list(samples),
-            samples=samples,
-        )
 
     def stop(self) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.
@@ -680,7 +599,8 @@ class Step:
 
         Collective: none.
         """
-        return self._micro is not None and self._micro.is_padding
+        micro = self._attempt.micro
+        return micro is not None and micro.is_padding
 
     @property
     def loss(self) -> StepLoss:
@@ -699,7 +619,8 @@ class Step:
 
         Collective: none.
         """
-        return self.is_updating or 0 < self._num_not_updated < len(self._records)
+        done = [record.is_updated for record in self._attempt.records]
+        return self.is_updating or (any(done) and not all(done))
 
     @property
     def is_done(self) -> bool:
@@ -707,28 +628,33 @@ class Step:
 
         Collective: none.
         """
-        return not self._num_not_updated
+        return all(record.is_updated for record in self._attempt.records)
 
     @property
-    def _has_begun(self) -> bool:
-        """Whether a forward of this step may have run."""
-        return self._num_begun > 0
+    def has_begun(self) -> bool:
+        """Whether a forward of this step may have run. Collective: none."""
+        return self._attempt.num_begun > 0
+
+    @property
+    def micro_losses(self) -> list[MicroBatchLoss]:
+        """The losses of this rank's micro-batches. Collective: none."""
+        return self._attempt.losses
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        loss, count = self._records[0].loss, self._records[0].count
-        totals = [record.total for record in self._records if record.total is not None]
-        if len(self._records) == 1 or not totals or totals[0].device.type == "cpu":
+        records = self._attempt.records
+        loss, count = records[0].loss, records[0].count
+        totals = [record.total for record in records if record.total is not None]
+        if len(records) == 1 or not totals or totals[0].device.type == "cpu":
             return loss, count
         # The totals on a device are not read; those of the other optimizers may be 0 too.
         return loss, weight.reported_count(count, torch.stack(totals))
 
     def _records_of(self, optimizer: torch.optim.Optimizer | None) -> list[_Record]:
-        return self._records if optimizer is None else [self._record_of(optimizer)]
-
-    def _record_of(self, optimizer: torch.optim.Optimizer) -> _Record:
-        for record in self._records:
-            if record.trained.optimizer is optimizer:
-                return record
+        records = self._attempt.records
+        if optimizer is None:
+            return records
+        if found := [record for record in records if record.trained.optimizer is optimizer]:
+            return found
         raise self._error(
             "this optimizer was not given to Training.",
             fix="Training(job, models, [optimizer, ...], batches).",
@@ -740,7 +666,8 @@ class Step:
         records: list[_Record],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        if loss is self._differentiated:
+        attempt = self._attempt
+        if loss is attempt.last_loss:
             raise self._error(
                 "this loss had its `step.backward` already, for another optimizer.",
                 fix="call step.backward(loss) once, without optimizer=: it serves all optimizers. Then "
@@ -751,10 +678,10 @@ class Step:
                 "this micro-batch had its `step.backward` already.",
                 fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
             )
-        if optimizer is None or len(self._records) == 1:
+        if optimizer is None or len(attempt.records) == 1:
             return
-        self._differentiated = loss
-        if next(each for each in self._records if each.needs_backward) is not records[0]:
+        attempt.last_loss = loss
+        if next(each for each in attempt.records if each.needs_backward) is not records[0]:
             raise self._error(
                 "the backwards came in another order than the optimizers were given to Training.",
                 fix="give Training the optimizers in the order of their backwards.",
@@ -772,23 +699,23 @@ class Step:
             )
 
     def _refuse_update(self, record: _Record) -> None:
-        planned = self._planned.num_micro_batches
+        attempt, planned = self._attempt, self._planned.num_micro_batches
         if record.is_updated:
             raise self._error(
                 "this step was updated already.", fix="call step.update once for each optimizer."
             )
-        if self._num_begun < planned:
+        if attempt.num_begun < planned:
             raise self._error(
-                f"`update` was called after {self._num_begun} of {planned} micro-batches.",
+                f"`update` was called after {attempt.num_begun} of {planned} micro-batches.",
                 why="the loop over the step was not run, or was left by `break`.",
                 fix="let `for batch in step` run to its end; samples cannot be left out.",
             )
-        if self._num_begun > planned or record.backwards < planned:
+        if attempt.num_begun > planned or record.backwards < planned:
             raise self._error(
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if not record.is_complete or (self._micro is not None and self._context.recheck):
+        if not record.is_complete or (attempt.micro is not None and self._context.recheck):
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends; with "
@@ -798,7 +725,9 @@ class Step:
         self._refuse_cleared(record)
 
     def _backward_fix(self) -> str:
-        several = ", or with optimizer=... for each optimizer" if len(self._records) > 1 else ""
+        several = (
+            ", or with optimizer=... for each optimizer" if len(self._attempt.records) > 1 else ""
+        )
         return (
             "write `step.backward(loss)` in place of `loss.backward()`, once for each micro-batch"
             f"{several}."
@@ -840,10 +769,11 @@ class _LossRun:
         step = self._step
         step._refuse_second_loop()
         for batch in step._run_micro_batches():
-            assert step._micro is not None
+            micro = step._attempt.micro
+            assert micro is not None
             if before_forward is not None:
-                before_forward(step._micro.is_last)
-            loss, count = step._loss_and_count(self._loss_fn(batch), step._micro)
+                before_forward(micro.is_last)
+            loss, count = step._loss_and_count(self._loss_fn(batch), micro)
             step.backward(loss, count=count, reduction=self._given)
 
     def begin(self) -> int:
@@ -855,16 +785,17 @@ class _LossRun:
         if step._context.checks_rows:
             for micro in self._micros:
                 refuse_dropped_samples(micro.batch, micro.count, step._where)
-        step._num_begun = len(self._micros)
+        step._attempt.num_begun = len(self._micros)
         clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
         return len(self._micros)
 
     def end(self, count: float | torch.Tensor) -> None:
         clock.enter(BACKWARD)
-        for record in self._step._records:
+        records = self._step._attempt.records
+        for record in records:
             record.backwards = len(self._micros)
             record.loss, record.count = self.loss, count
-        self._step._complete_gradients(self._step._records)
+        self._step._complete_gradients(records)
         clock.enter(OTHER)
 
     def is_padding(self, index: int) -> bool:

@@ -38,14 +38,15 @@ from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import ddp, syncbn
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.modules import equalize_buffers, find_wrapper, is_split
 from paceline.parallel.strategies import strategy_for
 from paceline.parallel.strategy import Strategy
 from paceline.training import dry_run, recovery, survivors, weight
 from paceline.training.auto_micro_batch import AutoMicroBatch
-from paceline.training.buffers import Buffers
-from paceline.training.control_word import Control, Word
+from paceline.training.control_word import Control, MicroBatchLoss, Word
 from paceline.training.desync import ReplicaCheck
+from paceline.training.non_finite import NonFiniteSteps
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.recheck import Recheck
@@ -158,13 +159,13 @@ class Training:
             precision=formats,
             strategy=self._choose_strategy(),
             control=self._control,
+            non_finite=NonFiniteSteps(job, self._bad_samples, are_skipped=skips),
             count_unit=count,
             token_divisor=weight.token_divisor(batches.global_batch),
             recover=self._recover,
             checks_rows=count == "samples" and batches.may_drop_samples,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
-            skips_non_finite=skips,
         )
         self.precision = self._context.precision.name
         if batches.is_auto:
@@ -213,9 +214,12 @@ class Training:
     def _samples_at(self, epoch: int, places: Sequence[int]) -> list[int]:
         return self.batches.samples_at(self.position.seed, epoch, places)
 
+    def _bad_samples(self, losses: list[MicroBatchLoss]) -> dict[int, list[int]]:
+        return self._control.gather_bad_samples(losses, self._context.strategy.gradient_job)
+
     @property
     def num_skipped(self) -> int:
-        return self._context.num_skipped
+        return self._context.non_finite.num_skipped
 
     @property
     def position(self) -> Position:
@@ -490,8 +494,9 @@ class Training:
 
     def _loop(self, epochs: int | None, until: int | None) -> Iterator[Step]:
         while (yield from self._run_steps(epochs, math.inf if until is None else until)):
+            stops = any(collectives.gather(self.job, self._control.asks_stop))
             self._load_newest_again()
-            if self._control.agreed.stop:
+            if stops or self._control.agreed.stop:
                 return
             self._report.end("rolled back")
             self._begin(epochs, until)
@@ -628,9 +633,12 @@ class Training:
         is_due = checkpoints is not None and checkpoints.is_due(
             step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
         )
+        if step.was_taken_over:  # its exchange is over for the others
+            own.save |= is_due
+            return
         loss, count = step._local_loss()
         try:
-            words = control.end_step(step.number, loss, count, step._micro_losses, now=now)
+            words = control.end_step(step.number, loss, count, step.micro_losses, now=now)
             for word in words:
                 self._apply(word)
             is_preempted = control.agreed.preempt or self.job.preempted is not None
@@ -665,7 +673,9 @@ class Training:
             job_recovery.tell_launcher("recovers")
         self._recovers = job_recovery.is_on(os.environ) and not why_not
         has_use = self._recovers or self._may_save_after_failure
-        self._buffers = Buffers(self.models) if has_use else None
+        # A checkpoint has the saved buffers; a step that is repeated in place reads the others too.
+        saved_only = not self._recovers
+        self._buffers = Buffers(self.models, saved_only=saved_only) if has_use else None
 
     def _why_not_in_place(self) -> str:
         return recovery.why_not(self.models, self._context, self.batches, keeps=self._state.keeps)
@@ -690,7 +700,6 @@ class Training:
         self.job.exchange.begin_loop()
         self._control.begin_again(self.number)
         self._control.own.save |= is_cancelled
-        self._context.num_skipped_in_row = 0
         if self.number < step.number:
             step.begin_again(self.batches.begin_again)
         elif not step.is_done:
@@ -706,16 +715,20 @@ class Training:
             assert isinstance(wrapper, ddp.Replica)
             ddp.reconnect(job, wrapper)
         self._context.strategy = self._choose_strategy()
-        saved = recovery.newest_state(
-            job, step, lambda: self._state.save(self.number, self.position)
-        )
+        saved = recovery.newest_state(job, step, self._running_state)
         if saved is not None:
+            self._context.non_finite.load(saved.pop("skipped"))
             self._load(saved)
         self._replica_check.reset(self.number)
         if self.checkpoints is not None:
             self.checkpoints.begin_again(job)
         self._report.forget_pending()
         job_recovery.tell_launcher("recovered", step=self.number, generation=job.generation)
+
+    def _running_state(self) -> dict[str, Any]:
+        """The state for another rank of this run: also what begins anew when a checkpoint is loaded."""
+        state = self._state.save(self.number, self.position)
+        return state | {"skipped": self._context.non_finite.counts}
 
     def _end_dry_step(self, *, is_last: bool) -> None:
         if not is_last:
@@ -881,7 +894,7 @@ class Training:
         self._load(saved)
         if data == "skip":
             self._start = position
-        self._context.num_skipped_in_row = 0
+        self._context.non_finite.num_in_row = 0
         log.logger.info(
             "rolled back from step %d to step %d; the samples in between are %s.",
             number,
@@ -963,7 +976,7 @@ class Training:
         self.job.left_loops.remove(left)
         if step.is_done:
             self._commit(step, now=True, is_last=True)
-        elif any(collectives.gather(self.job, step._has_begun)):
+        elif any(collectives.gather(self.job, step.has_begun)):
             # Forwards of this step have changed buffers and generators, so the state belongs to no step.
             log.once(
                 "the step in progress was interrupted and is not saved; resume starts before it."
