@@ -199,16 +199,10 @@ class Step:
             )
 
     def _run_micro_batches(self) -> Iterator[Any]:
-        if (recheck := self._context.recheck) is not None:
-            return recheck.run(self.number, self._planned, self._run_attempt, self._run_again)
-        return self._run_until_done()
-
-    def _new_attempt(self, *, is_recheck: bool = False, awaits_loop: bool = False) -> _Attempt:
-        records = [_Record(trained) for trained in self._context.optimizers]
-        return _Attempt(records, is_recheck=is_recheck, awaits_loop=awaits_loop)
-
-    def _run_until_done(self) -> Iterator[Any]:
         """Run the micro-batches, again if the ranks had to connect again."""
+        if (recheck := self._context.recheck) is not None:
+            yield from recheck.run(self.number, self._planned, self._run_attempt, self._run_again)
+            return
         is_over = False
         while not is_over:
             self._attempt.awaits_loop = False
@@ -224,12 +218,11 @@ class Step:
             trained.clear_gradients_if_extended()
         # Forwards are collectives, or this rank has none and goes straight to the sum of the gradients.
         if context.strategy.needs_equal_micro_batches or not planned.num_micro_batches:
-            self._begin_collectives()
+            self.advance(IN_SUM)
         clock.enter(DATA)
         for micro in context.strategy.micro_batches(planned):
-            if (
-                self._attempt.num_begun == planned.num_micro_batches
-            ):  # the strategy repeats the step
+            # The strategy repeats the step.
+            if self._attempt.num_begun == planned.num_micro_batches:
                 self._attempt = self._new_attempt()
                 if context.recheck is not None:
                     context.recheck.forget()
@@ -240,15 +233,6 @@ class Step:
                 clock.enter(DATA)
         if left := [record for record in self._attempt.records if not record.is_complete]:
             self._complete_gradients(left)
-
-    def _run_again(self, micros: list[MicroBatch]) -> Iterator[Any]:
-        """Run micro-batches for `recheck_every`, whose gradients stay on this rank."""
-        kept, self._attempt = self._attempt, self._new_attempt(is_recheck=True)
-        try:
-            for micro in self._context.strategy.without_sums(micros):
-                yield from self._run_one(micro)
-        finally:
-            self._attempt = kept
 
     def _run_one(self, micro: MicroBatch) -> Iterator[Any]:
         context, attempt = self._context, self._attempt
@@ -276,35 +260,14 @@ class Step:
                 fix=self._backward_fix(),
             )
 
-    def _begin_collectives(self) -> None:
-        if (exchange := self._context.job.exchange) is not None:
-            exchange.advance(self.number, IN_SUM)
-
-    def _dropout_seed(self, micro: MicroBatch) -> int:
-        return pair_seed(self._context.dropout_key, self.number, micro.offset)
-
-    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction | None = None) -> None:
-        """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
-
-        Args:
-            loss_fn: `loss_fn(batch)` computes the loss of a micro-batch. It returns a pair `(loss, count)`,
-                as for `backward`, or the loss alone, whose count is then the number of samples of the
-                micro-batch.
-            reduction: See `backward`.
-
-        With several optimizers, the loss is that of all of them.
-
-        Raises:
-            StepError: see `backward`.
-
-        Collective: all ranks.
-        """
-        run = _LossRun(self, loss_fn, reduction)
-        if self._context.auto is not None:
-            self._refuse_second_loop()
-            self._context.auto.run(run.run_loop, self.begin_again)
-        else:
-            self._context.strategy.run(run)
+    def _run_again(self, micros: list[MicroBatch]) -> Iterator[Any]:
+        """Run micro-batches for `recheck_every`, whose gradients stay on this rank."""
+        kept, self._attempt = self._attempt, self._new_attempt(is_recheck=True)
+        try:
+            for micro in self._context.strategy.without_sums(micros):
+                yield from self._run_one(micro)
+        finally:
+            self._attempt = kept
 
     def begin_again(self, cut: Callable[[PlannedStep], PlannedStep]) -> None:
         """Forget what was done in this step; `cut` gives its micro-batches again."""
@@ -328,6 +291,18 @@ class Step:
         """Whether another rank has finished this step, see `take_over`."""
         return self.is_done and self._attempt.awaits_loop
 
+    def _new_attempt(self, *, is_recheck: bool = False, awaits_loop: bool = False) -> _Attempt:
+        records = [_Record(trained) for trained in self._context.optimizers]
+        return _Attempt(records, is_recheck=is_recheck, awaits_loop=awaits_loop)
+
+    def advance(self, part: int) -> None:
+        """Note for other ranks how far this rank is in the step. Collective: none."""
+        if (exchange := self._context.job.exchange) is not None:
+            exchange.advance(self.number, part)
+
+    def _dropout_seed(self, micro: MicroBatch) -> int:
+        return pair_seed(self._context.dropout_key, self.number, micro.offset)
+
     def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
         if isinstance(result, tuple):
             if len(result) != 2:
@@ -342,6 +317,29 @@ class Step:
                 'with count="tokens", the function given to `step.run` must return (loss, count).'
             )
         return result, micro.count
+
+    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction | None = None) -> None:
+        """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
+
+        Args:
+            loss_fn: `loss_fn(batch)` computes the loss of a micro-batch. It returns a pair `(loss, count)`,
+                as for `backward`, or the loss alone, whose count is then the number of samples of the
+                micro-batch.
+            reduction: See `backward`.
+
+        With several optimizers, the loss is that of all of them.
+
+        Raises:
+            StepError: see `backward`.
+
+        Collective: all ranks.
+        """
+        run = _LossRun(self, loss_fn, reduction)
+        if self._context.auto is not None:
+            self._refuse_second_loop()
+            self._context.auto.run(run.run_loop, self.begin_again)
+        else:
+            self._context.strategy.run(run)
 
     def backward(
         self,
@@ -411,7 +409,7 @@ class Step:
         if len(records) < len(attempt.records):
             inputs = [p for record in records for p in record.trained.parameters]
         if micro.is_last:
-            self._begin_collectives()
+            self.advance(IN_SUM)
         try:
             if attempt.is_recheck:
                 torch.autograd.backward(scaled, start, inputs=inputs)
@@ -779,7 +777,7 @@ class _LossRun:
     def begin(self) -> int:
         step = self._step
         step._refuse_second_loop()
-        step._begin_collectives()
+        step.advance(IN_SUM)
         clock.enter(DATA)
         self._micros = list(step._planned)
         if step._context.checks_rows:
@@ -791,10 +789,12 @@ class _LossRun:
 
     def end(self, count: float | torch.Tensor) -> None:
         clock.enter(BACKWARD)
+        losses = [self._sums[index][0] for index in sorted(self._sums)]
         records = self._step._attempt.records
         for record in records:
             record.backwards = len(self._micros)
-            record.loss, record.count = self.loss, count
+            record.loss = sum(losses[1:], losses[0]) if losses else None
+            record.count = count
         self._step._complete_gradients(records)
         clock.enter(OTHER)
 
@@ -828,15 +828,6 @@ class _LossRun:
         start, own = step._start_and_logged(loss, count, self._reduction, scaled, micro)
         self._sums[index] = own, count
         return scaled * start, not weight.has_no_gradient(loss, count, self._reduction)
-
-    @property
-    def loss(self) -> torch.Tensor | None:
-        """The sum of the losses, in the order of the micro-batches; None without any."""
-        total: torch.Tensor | None = None
-        for index in sorted(self._sums):
-            own = self._sums[index][0]
-            total = own if total is None else total + own
-        return total
 
     @property
     def count(self) -> Any:

@@ -151,7 +151,11 @@ class Training:
         formats = Precision(precision, job.device)
         skips = on_non_finite == "skip" or (on_non_finite is None and formats.name == "fp16")
         skips |= job.is_dry_run  # what a rank receives there has no meaning
-        self._control = Control(job, self._samples_at, skips_non_finite=skips)
+        self._control = Control(
+            job,
+            lambda epoch, places: batches.samples_at(self.position.seed, epoch, places),
+            skips_non_finite=skips,
+        )
         trained = trained_optimizers(self.models, self.optimizers, schedule)
         self._context = StepContext(
             job=job,
@@ -210,9 +214,6 @@ class Training:
         syncbn.agree_on_layers(self.job, self.models)
         kind = strategy_for(self.job, self.models, reproducible=self.reproducible)
         return kind(self.job, self.models, self.optimizers, self.batches)
-
-    def _samples_at(self, epoch: int, places: Sequence[int]) -> list[int]:
-        return self.batches.samples_at(self.position.seed, epoch, places)
 
     def _bad_samples(self, losses: list[MicroBatchLoss]) -> dict[int, list[int]]:
         return self._control.gather_bad_samples(losses, self._context.strategy.gradient_job)
@@ -516,7 +517,7 @@ class Training:
             current_step.step = step.number
             if self._buffers is not None:
                 self._buffers.keep()
-            self._advance(step, BEFORE_SUM)
+            step.advance(BEFORE_SUM)
             try:
                 yield step
             except GeneratorExit:
@@ -536,11 +537,6 @@ class Training:
             if is_last or control.agreed.stop:
                 break
         return False
-
-    def _advance(self, step: Step, part: int) -> None:
-        """Note for other ranks how far this rank is."""
-        if self.job.exchange is not None:
-            self.job.exchange.advance(step.number, part)
 
     def _leave_loop(self, step: Step) -> None:
         self._step = None
@@ -607,7 +603,7 @@ class Training:
     def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
         self._step = None
-        self._advance(step, AFTER_STEP)
+        step.advance(AFTER_STEP)
         if not step.is_done:
             raise StepError(
                 "the step was left without `step.update()`.",
