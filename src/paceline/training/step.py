@@ -708,7 +708,7 @@ class Step:
                 why="the loop over the step was not run, or was left by `break`.",
                 fix="let `for batch in step` run to its end; samples cannot be left out.",
             )
-        if attempt.num_begun > planned or record.backwards < planned:
+        if record.backwards < planned:
             raise self._error(
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),

@@ -310,7 +310,8 @@ class Training:
         self.resume()
         if self._rollback is not None:  # an exception has left the loop, and kept it
             self._load_newest_again()
-        if self._is_finished(epochs, until):
+        last_epoch, last_step = (math.inf if n is None else n for n in (epochs, until))
+        if self.position.epoch >= last_epoch or self.number >= last_step:
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
             log.logger.info(text, self.number, self.position.epoch)
             return
@@ -758,11 +759,6 @@ class Training:
         self._report.end("preempted" if agreed.preempt else stopped)
         self._report.clock.advise()
 
-    def _is_finished(self, epochs: int | None, until: int | None) -> bool:
-        return (epochs is not None and self.position.epoch >= epochs) or (
-            until is not None and self.number >= until
-        )
-
     # Saving and resuming.
 
     def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
@@ -807,11 +803,10 @@ class Training:
         self._await_all("resume")
         if self.checkpoints is not None or self.job.world_size > 1:
             self._state.read_content()
-        if self.checkpoints is None or self.job.is_dry_run:
-            self._is_resumed = True
-            return
-        saved = self._read_newest(self.checkpoints)
-        if saved is None:
+        saved = None
+        if self.checkpoints is not None and not self.job.is_dry_run:
+            saved = self._read_newest(self.checkpoints)
+        if self.checkpoints is None or saved is None:
             self._is_resumed = True
             return
         has_unknown = self._state.has_unknown_schedule()  # loading hides it
