@@ -58,7 +58,7 @@ SETTINGS: dict[str, Any] = {
 NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
 # A checkpoint would be due once; the ranks that are left save the last step of each attempt.
 MOMENT_SETTINGS = SETTINGS | {"epochs": 70, "save_every": 1000, "slow_s": 0.003}
-_KILLS = 25  # of a job
+_KILLS = 50  # of a job
 DEADLINE_S = 180.0
 
 
@@ -190,7 +190,7 @@ def moment_trials(count: int, nproc: int, rng: random.Random, expected: str) -> 
 
 
 def kill_in_attempt_after(before: float, folder: Path, nproc: int, rng: random.Random) -> float:
-    """Kill a rank of the next attempt, up to 0.6 s after all of its ranks have done a step; the attempt."""
+    """Kill a rank of the next attempt, up to 0.3 s after all of its ranks have done a step; the attempt."""
     victim = rng.randrange(nproc)
     deadline = time.monotonic() + DEADLINE_S
     while True:
@@ -200,7 +200,7 @@ def kill_in_attempt_after(before: float, folder: Path, nproc: int, rng: random.R
         if time.monotonic() > deadline:
             raise TimeoutError("no step after a restart")
         time.sleep(0.01)
-    time.sleep(rng.uniform(0, 0.6))
+    time.sleep(rng.uniform(0, 0.3))
     os.kill(last[victim]["pid"], signal.SIGKILL)
     return float(last[victim]["attempt"])
 
