@@ -173,6 +173,7 @@ def test_the_command_shows_each_way_on_each_number_of_nodes(
     assert all(name in text for name in names if not name.startswith("accumulation"))
     one, eight = found["ways"]["as it is"]
     assert (one["ranks"], eight["ranks"]) == (2, 16)
+    assert eight["samples_per_s"] * eight["step_s"] == pytest.approx(8 * 64)  # weak scaling
     assert one["step_s"] == pytest.approx(0.1)
     assert one["limit"] == "computation"
     assert eight["band_s"][0] <= eight["step_s"] <= eight["band_s"][1]
@@ -190,7 +191,7 @@ def test_the_page_has_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_training_writes_what_a_plan_needs(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 8))
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))
     with paceline.join(device="cpu") as job:
         data = torch.utils.data.TensorDataset(torch.zeros(8, 512))
         batches = paceline.Batches(job, data, global_batch=8, micro_batch=4)
@@ -206,9 +207,9 @@ def test_a_training_writes_what_a_plan_needs(tmp_path: Path) -> None:
     assert found.parameters == sum(sizes)
     assert found.micro_batches == 2
     # The first bucket ends with the gradient that makes it 1 MiB.
-    assert found.buckets == [4 * sum(sizes)]
+    assert found.buckets == [4 * (512 + 1024 * 512), 4 * (1024 + 512 * 1024)]
     assert found.state_bytes == 4 * found.weight_bytes
-    assert found.powersgd_bytes == 2 * 4 * (512 + 1024 + 1024 + 8) + 4 * (1024 + 8)
+    assert found.powersgd_bytes == 2 * 4 * 2 * (512 + 1024) + 4 * (1024 + 512)
 
 
 REDUCE = {
