@@ -1,9 +1,9 @@
 """Measure the time from SIGKILL of a rank to its next completed step, and a step without a failure.
 
-    python benchmarks/in_place.py [--count 7] [--ranks 3]
+    python benchmarks/in_place.py [--count 7] [--large-count 5] [--ranks 3]
 
 Trials in place and with a restart are interleaved. The state of the training is small, or 200 MB with the
-optimizer. The process is killed in step 20, when the standby process has imported torch, and the time
+optimizer. The process is killed in step 10, when the standby process has imported torch, and the time
 includes what the script itself does before its loop. Without a failure: the median of 1000 steps of 2 ranks.
 """
 
@@ -24,10 +24,10 @@ from tables import publish, ratio_row
 
 SIZES = {"small": 64, "200 MB": 4080}  # width: AdamW keeps three copies of width * width floats
 WAYS = {"restart": "restart", "in place": "in-place"}
-KILLED_IN = 20
+KILLED_IN = 10
 TIMED = 1000  # steps without a failure
 STEP_RANKS = 2  # more than cores would be measured with their switches
-STANDBY_S = 4.0  # for the standby process, which the ranks wait for in this measurement
+STANDBY_S = 3.0  # for the standby process, which the ranks wait for in this measurement
 
 
 def train() -> None:
@@ -97,6 +97,7 @@ def trial(way: str, width: int, ranks: int) -> tuple[float, int]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--count", type=int, default=7)
+    options.add_argument("--large-count", type=int, default=5, help="trials with 200 MB")
     options.add_argument("--ranks", type=int, default=3)
     options.add_argument("--json", action="store_true", help="print JSON and write nothing")
     options.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
@@ -104,29 +105,31 @@ def main() -> None:
     if args.train:
         train()
         return
+    steps: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(args.count):
+        for name in list(WAYS)[:: 1 if number % 2 else -1]:  # the first of a pair differs
+            steps[name].append(median_step_s(WAYS[name], SIZES["small"], STEP_RANKS))
     rows: list[dict[str, Any]] = []
     for size, width in SIZES.items():
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in WAYS}
-        for _ in range(args.count):
+        for _ in range(args.count if size == "small" else args.large_count):
             for name, way in WAYS.items():
                 found[name].append(trial(way, width, args.ranks))
         median = {n: statistics.median(s for s, _ in trials) for n, trials in found.items()}
         rows.append(
             {
                 "state": size,
+                "trials": len(found["in place"]),
                 **{f"{name}_s": round(seconds, 2) for name, seconds in median.items()},
                 "ratio": round(median["in place"] / median["restart"], 2),
                 "slowest_in_place_s": round(max(s for s, _ in found["in place"]), 2),
                 "new_pids_in_place": max(number for _, number in found["in place"]),
             }
         )
-    steps: dict[str, list[float]] = {name: [] for name in WAYS}
-    for number in range(args.count):
-        for name in list(WAYS)[:: 1 if number % 2 else -1]:  # the first of a pair differs
-            steps[name].append(median_step_s(WAYS[name], SIZES["small"], STEP_RANKS))
-    for name, each in steps.items():
-        rows[0][f"step_{name}_us"] = round(1e6 * statistics.median(each), 1)
-    rows[0] |= ratio_row(steps["in place"], steps["restart"], "step_ratio")
+        if size == "small":
+            for name, each in steps.items():
+                rows[-1][f"step_{name}_us"] = round(1e6 * statistics.median(each), 1)
+            rows[-1] |= ratio_row(steps["in place"], steps["restart"], "step_ratio")
     publish("in_place", rows, as_json=args.json, ranks=args.ranks)
 
 
