@@ -449,3 +449,31 @@ def test_a_node_that_ends_well_leaves_with_a_preempted_one(
     done = [finish(node) for node in nodes]
     assert sorted(end.code for end in done) == [0, 75], done
     assert not any("Traceback" in end.err for end in done), done
+
+
+RESTARTS = """
+import os, sys, time, torch, paceline
+from torch.utils.data import TensorDataset
+round_ = os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"began{round_}", "w").close()
+if round_ == "1":
+    time.sleep(60)  # as if it still imported
+with paceline.join(device="cpu") as job:
+    model = torch.nn.Linear(1, 1)
+    batches = paceline.Batches(job, TensorDataset(torch.ones(8, 1)), global_batch=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in paceline.Training(job, paceline.ddp(job, model), optimizer, batches).steps(epochs=1):
+        raise OSError("bad sample")
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+def test_a_signal_while_the_ranks_restart_requests_a_restart(tmp_path: Path, number: str) -> None:
+    (tmp_path / "train.py").write_text(RESTARTS)
+    process = start(["run", "--max-restarts=3", "train.py"], tmp_path)
+    wait_until((tmp_path / "began1").exists)
+    process.send_signal(signal.Signals[number])
+    done = finish(process)
+    assert done.code == 75, done
+    assert f"received {number} during a restart; exit code 75 requests another one" in done.err

@@ -88,9 +88,8 @@ class Notice:
         if not self._watchers:
             self.received, self._came_at, self._is_taken = "", None, False
             # The first code of a rank of `paceline run` has this name; it imports no paceline.
-            worker = sys.modules.get("paceline.launch.worker")
-            if worker is not None and saves_after_failure:
-                worker.report("saves_after_failure")
+            if worker := sys.modules.get("paceline.launch.worker"):
+                worker.report_training(saves_after_failure)
         self._watchers.add(id(watcher))
         for number in SIGNALS:
             if signal.getsignal(number) == signal.SIG_DFL:

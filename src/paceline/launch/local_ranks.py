@@ -74,9 +74,9 @@ class Event:
 
     Attributes:
         event: "final_error": it ends by itself now; "seen_error": it may go on; "exit": the script called
-            sys.exit(); "interrupted": by KeyboardInterrupt; "saves_after_failure": one that saves its last
-            step when another rank fails; "recovers": one that goes on with a process in place of a failed
-            rank; "waits" for that process; "recovered".
+            sys.exit(); "interrupted": by KeyboardInterrupt; "training": one that handles preemption signals;
+            "saves_after_failure": one that saves its last step when another rank fails; "recovers": one that
+            goes on with a process in place of a failed rank; "waits" for that process; "recovered".
         place: Where the script was.
         generation: Of the connections that it waits for, or has; see `paceline.job.recovery`.
     """
@@ -266,6 +266,11 @@ class Rank:
         return next((e for e in events if e.event == name and e.generation >= generation), None)
 
     @property
+    def trains(self) -> bool:
+        """Whether it has begun a training, which saves and ends after a preemption signal."""
+        return self.has_sent("training") is not None
+
+    @property
     def saves_after_failure(self) -> bool:
         """Whether it saves the last step by itself, when a failure of another rank breaks its collectives."""
         return self.has_sent("saves_after_failure") is not None
@@ -447,6 +452,8 @@ class LocalRanks:
     Attributes:
         ranks: Those of the current round.
         has_begun: Whether a round has begun.
+        trained: Whether ranks of the latest round had begun a training, which saves and ends after a
+            preemption signal; known when they have ended.
         has_signal: Returns whether the launcher has received a signal.
     """
 
@@ -459,6 +466,7 @@ class LocalRanks:
         )
         self.ranks: list[Rank] = []
         self.has_begun = False
+        self.trained = False
         self.has_signal: Callable[[], bool] = lambda: False
         self._standby: Rank | None = None
         self._changed = threading.Event()
@@ -666,6 +674,7 @@ class LocalRanks:
         """
         ranks, self.ranks = self.ranks, []
         self.forget(ranks)
+        self.trained = any(rank.trains for rank in ranks)
         return ranks
 
     @property

@@ -153,6 +153,9 @@ class Supervisor:
         self._first_failure: FirstFailure | None = None  # of the last round, if it is known
         self._interrupted_at = ""  # where the first rank was that ended by KeyboardInterrupt
         self._preempted = False  # the ranks asked that the job be started again
+        self._has_trained = (
+            False  # ranks of an earlier round save and end after a preemption signal
+        )
         self._has_failed_log = False
         self._memory = read_memory()
         self._round: Round
@@ -184,6 +187,11 @@ class Supervisor:
             if self._preempted:
                 self._wait_for_nodes(self._options.grace_s(may_save=True))
                 return self._say_preempted()
+            if self._is_preempted_in_restart(error.number):
+                self._local_ranks.say(
+                    f"{error} during a restart; exit code {ExitCode.PREEMPTED} requests another one"
+                )
+                return ExitCode.PREEMPTED
             at = f"; {self._interrupted_at}" if self._interrupted_at else ""
             self._local_ranks.say(f"{error}; all local ranks have ended{at}")
             return 128 + error.number
@@ -200,6 +208,11 @@ class Supervisor:
         finally:
             self._rendezvous.close(job_ended=job_ended)
 
+    def _is_preempted_in_restart(self, number: signal.Signals) -> bool:
+        """Whether a preemption signal came before the ranks of a training had begun to train again."""
+        trained = self._local_ranks.trained
+        return self._has_trained and not trained and number in preemption.SIGNALS
+
     def _say_preempted(self) -> int:
         self._local_ranks.say(
             f"preempted: all ranks have ended; exit code {ExitCode.PREEMPTED} requests a restart"
@@ -208,6 +221,8 @@ class Supervisor:
 
     def _run_rounds(self) -> None:
         while True:
+            self._has_trained = self._has_trained or self._local_ranks.trained
+            self._local_ranks.trained = False
             with self._signals.interruptible():
                 self._round = self._rendezvous.next_round()
             self._exchange = self._round.exchange
@@ -403,6 +418,8 @@ class Supervisor:
         local.wait_change(_TURN_S)
         self._signals.check()
         for number in self._signals.take_for_ranks():
+            if self._has_trained and not any(rank.trains for rank in local.ranks):
+                raise signals.SignalReceived(number)  # they are still starting, and would die of it
             local.forward_signal(number)
         if self._restarts_left > 0:
             local.kill_suspended()  # without restarts they are kept: the user may still resume them

@@ -346,6 +346,17 @@ def is_lost_peer(error: BaseException) -> bool:
     return bool(_crash_facts.Error.of(error, "").lost_peer)
 
 
+def report_training(saves_after_failure: bool) -> None:
+    """Tell the launcher, if this is a rank, that a training handles preemption signals.
+
+    Args:
+        saves_after_failure: Whether it may also save its last step when another rank fails.
+    """
+    report("training")
+    if saves_after_failure:
+        report("saves_after_failure")
+
+
 def _describe(error: BaseException, event: str, **more: Any) -> dict[str, Any]:
     """The event about an error; `more` replaces fields of `Error`."""
     facts: dict[str, Any] = dataclasses.asdict(_crash_facts.Error.of(error, _format(error)))
