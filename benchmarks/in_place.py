@@ -63,7 +63,7 @@ def train() -> None:
                 with open("steps", "a") as file:
                     row = {"rank": job.rank, "pid": os.getpid(), "time": time.time()}
                     file.write(json.dumps(row) + "\n")
-        if job.rank == 0:
+        if job.rank == 0 and not fails:
             Path("median").write_text(str(statistics.median(times_s[KILLED_IN:])))
 
 
