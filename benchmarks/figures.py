@@ -116,7 +116,6 @@ TABLES: dict[str, dict[str, Cell]] = {
     "diloco_scratch": {
         "side": plain("what"),
         "step": lambda row: duration(row["step_ms"] * 1e3) if "step_ms" in row else "",
-        "time that computes": lambda row: f"{row['computes']:.2f}" if "computes" in row else "",
         "sent, KiB a step": lambda row: f"{row['sent_kib']:.0f}" if "sent_kib" in row else "",
         "evaluation loss": lambda row: f"{row['loss']:.4f}",
         "ratio": lambda row: f"{row['ratio']:.3f}" if "ratio" in row else "",

@@ -263,3 +263,27 @@ def _all_refused(job: Any) -> dict[str, tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks() -> None:
     check_messages("diloco", run_ranks(_all_refused, nproc=2, mesh=Mesh(dp_replicate=2)))
+
+
+def _left_open(job: Any) -> Any:
+    """Weights of this host after a validation loop that was left, and stays open, and one more step."""
+    found = []
+    for leaves in (False, True):
+        model = paceline.diloco(job, small_net(), every=4)
+        training = make_training(job, model, make_data(), optimizer=adam, global_batch=7)
+        for step in training.steps(until=3):
+            step.run(lambda batch, model=model: loss_sum(model, batch), reduction="sum")
+            step.update()
+            if leaves and step.number == 2:
+                parts = paceline.parts(job, model, make_data(), micro_batch=2)
+                next(parts)
+                job.left_open = parts
+        found.append([p.detach().clone() for p in model.parameters()])
+        # A state that was not merged over hosts loads on its own host.
+        training.load_state_dict(training.state_dict())
+    return [bool(torch.equal(a, b)) for a, b in zip(*found, strict=True)]
+
+
+def test_a_validation_loop_that_is_left_does_not_change_the_training() -> None:
+    for rank in run_ranks(_left_open, nproc=2, mesh=Mesh(dp_replicate=2)):
+        assert all(rank)

@@ -32,7 +32,7 @@ from torch import nn
 from paceline import log
 from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.data.batches import Batches
-from paceline.data.plan import PlannedStep
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, StepError, listed
 from paceline.job import collectives
 from paceline.job.arguments import require_integers, require_positive
@@ -83,7 +83,7 @@ def diloco(
     result is not that of one process; [slow links](../howto/slow_links.md) says what holds instead.
 
     Args:
-        every: Number of steps from one outer step to the next, at least 1. The paper uses 500; 50 is safe.
+        every: Number of steps from one outer step to the next, at least 1. The paper uses 500.
         outer_lr: Learning rate of the outer optimizer, > 0; 1 takes the mean of the hosts' weights.
         outer_momentum: Its Nesterov momentum, in [0, 1).
         fragments: Parts of the model that take their outer steps at different times, at most `every`. With
@@ -257,11 +257,17 @@ class _Link:
     """
 
     def __init__(self, job: Job, hosts: Hosts, dtype: str, *, is_split: bool) -> None:
-        self.hosts = hosts
+        self.job, self.hosts = job, hosts
         self._code = _CODES[dtype]
         self._between = self._inside = None
         if len(hosts.ranks) == 1:
             return
+        if is_split and len({len(own) for own in hosts.ranks}) > 1:
+            raise ConfigError(
+                f"hosts have different numbers of ranks: {sorted({len(own) for own in hosts.ranks})}.",
+                why="each rank of a host exchanges its part of the model with one rank of each other host.",
+                fix="use as many ranks on each host, or wrap=paceline.ddp.",
+            )
         if is_split:  # each rank has a part of its own
             self._between = _group_of(job, zip(*hosts.ranks, strict=True), backend="gloo")
         else:  # the first rank of each host sends, for all of its host
@@ -377,21 +383,23 @@ class _Pending:
         self, fragment: int, due: int, sent: torch.Tensor, values: torch.Tensor, link: _Link | None
     ) -> None:
         self.fragment, self.due, self.sent, self._values = fragment, due, sent, values
+        self._link = link
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(link,), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self, link: _Link | None) -> None:
+    def _run(self) -> None:
         try:
-            if link is not None:  # else it was loaded with its result
-                link.sum(self._values)
+            if self._link is not None:  # else it was loaded with its result
+                self._link.sum(self._values)
         except BaseException as error:
             self._error = error
 
     def result(self) -> torch.Tensor:
         self._thread.join()
         if self._error is not None:
-            raise self._error
+            assert self._link is not None
+            self._link.job.reraise(self._error)
         return self._values
 
 
@@ -429,13 +437,19 @@ class Outer:
         self._delay = 0 if fragments == 1 else min(_OVERLAP_STEPS, every // fragments)
         self._pending: _Pending | None = None
         self.is_new = True
+        self._takes_outer = False  # was loaded from another number of hosts
+        self._own: list[torch.Tensor] | None = (
+            None  # weights of this host, while the outer ones are in place
+        )
 
     def begin(self) -> None:
         """The training begins, perhaps with weights that were loaded since `diloco`."""
-        if self.is_new:
-            for fragment in self._fragments:
+        for fragment in self._fragments:
+            if self.is_new:
                 fragment.weights = fragment.read()
-        self.is_new = False
+            elif self._takes_outer:
+                fragment.write(fragment.weights)
+        self.is_new = self._takes_outer = False
 
     def after_step(self, step: int, samples: Sequence[int]) -> None:
         """Begin and end exchanges after a step. `samples`: how many each host has trained on."""
@@ -460,6 +474,8 @@ class Outer:
             fragment.write(fragment.weights)
 
     def _begin_exchange(self, number: int, due: int) -> None:
+        if self._pending is not None:  # of a run with another `every`
+            self._end_exchange()
         fragment = self._fragments[number]
         sent = fragment.read()
         share = fragment.samples[self.hosts.index] / sum(fragment.samples)
@@ -471,16 +487,18 @@ class Outer:
         pending, self._pending = self._pending, None
         assert pending is not None
         clock.enter(COMMUNICATION)
-        gradient = pending.result()
         fragment = self._fragments[pending.fragment]
-        # As torch.optim.SGD(nesterov=True).
-        fragment.velocity.mul_(self._momentum).add_(gradient)
-        change = gradient.add(fragment.velocity, alpha=self._momentum)
-        fragment.weights.sub_(change, alpha=self._lr)
+        self._take_step(fragment, pending.result())
         if self._delay:  # what this host has learned since then stays
             fragment.write(fragment.read().add_(fragment.weights - pending.sent))
         else:
             fragment.write(fragment.weights)
+
+    def _take_step(self, fragment: _Fragment, gradient: torch.Tensor) -> None:
+        """As torch.optim.SGD(nesterov=True)."""
+        fragment.velocity.mul_(self._momentum).add_(gradient)
+        change = gradient.add(fragment.velocity, alpha=self._momentum)
+        fragment.weights.sub_(change, alpha=self._lr)
 
     def refuse_unknown(self, module: nn.Module, owned: Iterable[torch.Tensor]) -> None:
         """Raise StepError for trained parameters that are not averaged."""
@@ -510,14 +528,24 @@ class Outer:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the outer weights inside of this context."""
-        kept = [fragment.read() for fragment in self._fragments]
+        """The model has the outer weights inside of this context, or until the next step begins."""
+        if self._own is not None:  # already, by an iterator that is not closed yet
+            yield
+            return
+        self._own = own = [fragment.read() for fragment in self._fragments]
         try:
             for fragment in self._fragments:
                 fragment.write(fragment.weights)
             yield
         finally:
-            for fragment, values in zip(self._fragments, kept, strict=True):
+            if self._own is own:
+                self.give_back()
+
+    def give_back(self) -> None:
+        """Give the model the weights of this host again."""
+        own, self._own = self._own, None
+        if own is not None:
+            for fragment, values in zip(self._fragments, own, strict=True):
                 fragment.write(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -544,18 +572,22 @@ class Outer:
         if self._pending is not None:
             self._pending.result()
         self._pending, self.is_new = None, False
-        matches = sent is not None and len(state["samples"]) == len(self._fragments)
+        self._takes_outer = sent is None
+        matches = len(state["samples"]) == len(self._fragments)
         for number, fragment in enumerate(self._fragments):
             fragment.weights = fragment.vector(weights)
             fragment.velocity = fragment.vector(state["velocity"])
             fragment.samples = [0] * len(self.hosts.ranks)
-            if matches:
+            if matches and sent is not None:
                 fragment.samples = list(state["samples"][number])
-        if matches and sent is not None and state["pending"] is not None:
-            number, due, result = state["pending"]
+        if matches and state["pending"] is not None:
+            number, due, tensors = state["pending"]
             fragment = self._fragments[number]
-            vectors = fragment.vector(sent), fragment.vector(result)
-            self._pending = _Pending(number, due, *vectors, None)
+            result = fragment.vector(tensors)
+            if sent is None:
+                self._take_step(fragment, result)
+            else:
+                self._pending = _Pending(number, due, fragment.vector(sent), result, None)
 
 
 def _cut(
@@ -585,8 +617,8 @@ def outer_weights(model: nn.Module) -> Iterator[None]:
 
 # What the strategy inside of a host does.
 _AS_INSIDE = (
-    *("divisor", "needs_equal_micro_batches", "micro_batches", "backward", "finish", "leave_step"),
-    *("grad_norm", "check_precision", "largest_over_ranks"),
+    *("divisor", "needs_equal_micro_batches", "backward", "finish", "leave_step", "grad_norm"),
+    *("check_precision", "largest_over_ranks"),
 )
 
 
@@ -640,18 +672,18 @@ class DiLoCoStrategy(Strategy):
                 "averaged once, at its end."
             )
 
+    def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
+        for outer in self._outers:
+            outer.give_back()
+        yield from self._inner.micro_batches(step)
+
     def after_update(self, step: int, planned: PlannedStep) -> None:
-        self._run(lambda outer: outer.after_step(step, self._samples_of_hosts(planned)))
+        for outer in self._outers:
+            outer.after_step(step, self._samples_of_hosts(planned))
 
     def end_loop(self) -> None:
-        self._run(Outer.end)
-
-    def _run(self, action: Callable[[Outer], None]) -> None:
-        try:
-            for outer in self._outers:
-                action(outer)
-        except RuntimeError as error:
-            self._job.reraise(error)
+        for outer in self._outers:
+            outer.end()
 
     def whole_state(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         module = unwrap(model)
@@ -677,11 +709,18 @@ class DiLoCoStrategy(Strategy):
         }
 
     def state_dict(self) -> Any:
-        return {"outer": [outer.state_dict() for outer in self._outers]}
+        outer = [outer.state_dict() for outer in self._outers]
+        return {"outer": outer, "num_hosts": len(self.hosts or ())}
 
     def wants(self, path: str) -> bool:
         kind, _, rest = path.removeprefix("strategy.").partition(".")
         return kind != "hosts" or rest.partition(".")[0] in ("0", f"{self._index}")
+
+    def trained_paths(self) -> list[str]:
+        own = f"strategy.hosts.{self._index}.models"
+        return [
+            f"{own}.{i}.weights.{n}" for i, o in enumerate(self._outers) for n in o.parameters()
+        ]
 
     def templates(self) -> Named:
         found: Named = {}
@@ -697,8 +736,9 @@ class DiLoCoStrategy(Strategy):
 
     def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
         strategy, models = saved["strategy"], saved["models"]
-        is_same = len(strategy["hosts"]) == len(self.hosts or ())
-        own = strategy["hosts"][f"{self._index if is_same else 0}"]
+        key, hosts = f"{self._index}", strategy["hosts"]
+        is_same = strategy["num_hosts"] == len(self.hosts or ()) and key in hosts
+        own = hosts[key] if is_same else hosts[min(hosts, key=int)]
         self._loaded = models, [each["sent"] if is_same else None for each in own["models"]]
         if is_same:
             models = [{**m, **h["weights"]} for m, h in zip(models, own["models"], strict=True)]
@@ -706,7 +746,7 @@ class DiLoCoStrategy(Strategy):
             log.logger.info(
                 "diloco: saved by %d hosts, resumed on %d: all begin with the outer weights and the "
                 "optimizer of host 0.",
-                *(len(strategy["hosts"]), len(self.hosts or ())),
+                *(strategy["num_hosts"], len(self.hosts or ())),
             )
         pairs = zip(saved["optimizers"], own["optimizers"], strict=True)
         return {**saved, "models": models, "optimizers": [{**o, "state": s} for o, s in pairs]}

@@ -237,6 +237,10 @@ class Strategy:
         """Tensors that are sharded as those of `state_dict`, by path in a saved state."""
         return {}
 
+    def trained_paths(self) -> list[str]:
+        """Paths in a saved state of what is trained, beside the models."""
+        return []
+
     def to_save(self, state: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds of this rank's state; `own_part` is the inverse."""
         return state

@@ -314,6 +314,7 @@ class Training:
         if self.position.epoch >= last_epoch or self.number >= last_step:
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
             log.logger.info(text, self.number, self.position.epoch)
+            self._context.strategy.end_loop()  # it may have been preempted in its last step
             return
         self._begin(epochs, until)
         self._loop_token = token = object()
@@ -533,8 +534,9 @@ class Training:
             if self._rollback is not None:
                 return True
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
-            is_last = step.number >= last or control.agreed.stop or ends_all
-            self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
+            is_end = step.number >= last or ends_all
+            is_last = is_end or control.agreed.stop
+            self._commit(step, now=step.ends_epoch or is_last, is_last=is_last, is_end=is_end)
             if is_last or control.agreed.stop:
                 break
         return False
@@ -601,8 +603,12 @@ class Training:
             facts |= self.checkpoints.facts()
         return facts
 
-    def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
-        """End a step: exchange what is due, compare replicas, save. All ranks call it."""
+    def _commit(self, step: Step, *, now: bool, is_last: bool, is_end: bool = False) -> None:
+        """End a step: exchange what is due, compare replicas, save. All ranks call it.
+
+        Args:
+            is_last: Whether the loop ends, perhaps because it was preempted; `is_end`: as was asked for.
+        """
         self._step = None
         step.advance(AFTER_STEP)
         if not step.is_done:
@@ -639,7 +645,7 @@ class Training:
             for word in words:
                 self._apply(word)
             is_preempted = control.agreed.preempt or self.job.preempted is not None
-            if (is_last or control.agreed.stop) and not is_preempted:
+            if is_end or ((is_last or control.agreed.stop) and not is_preempted):
                 self._context.strategy.end_loop()
             recheck = self._context.recheck
             if step.number >= self._replica_check.due:

@@ -231,7 +231,7 @@ class TrainingState:
 
     def trained_paths(self) -> list[str]:
         """The paths in the state of what is trained."""
-        return state.trained_paths(self._models)
+        return [*state.trained_paths(self._models), *self._context.strategy.trained_paths()]
 
     def size_bytes(self) -> int:
         """The size of models and optimizers in a checkpoint."""
