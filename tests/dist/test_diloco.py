@@ -287,3 +287,18 @@ def _left_open(job: Any) -> Any:
 def test_a_validation_loop_that_is_left_does_not_change_the_training() -> None:
     for rank in run_ranks(_left_open, nproc=2, mesh=Mesh(dp_replicate=2)):
         assert all(rank)
+
+
+def _drifts(job: Any) -> None:
+    model = paceline.diloco(job, small_net(), every=4)
+    training = make_training(job, model, make_data(), global_batch=7, desync_every=2)
+    for step in training.steps(until=4):
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
+        step.update()
+        if step.number == 2 and job.rank == 1:
+            next(training._context.strategy._outers[0].vectors())[1][0] += 1  # as faulty memory
+
+
+def test_outer_weights_that_drift_apart_are_found() -> None:
+    with pytest.raises(paceline.RankDisagreement, match=r"outer weights 0\.0"):
+        run_ranks(_drifts, nproc=2, mesh=Mesh(dp_replicate=2))

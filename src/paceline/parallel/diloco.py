@@ -516,6 +516,10 @@ class Outer:
 
     # State.
 
+    def vectors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The fragments of the outer weights, as far as this rank has them."""
+        yield from ((i, fragment.weights) for i, fragment in enumerate(self._fragments))
+
     def parameters(self) -> Named:
         """The weights of this host by name."""
         found = {name: p.detach() for f in self._fragments for name, p in f.named}

@@ -23,7 +23,7 @@ from paceline.errors import RankDisagreement, name_ranks
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
-from paceline.parallel.modules import local, unwrap
+from paceline.parallel.modules import DILOCO, local, unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
 _FIRST_STEPS = 10  # weights that differ from the start are found after so many steps
@@ -64,6 +64,7 @@ class ReplicaCheck:
         parts: set[tuple[int, ...]] = set()
         if hosts is not None:
             axes = set(hosts)
+            parts = set(zip(*hosts, strict=False))  # of the outer weights
         elif job.mesh is not None:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
@@ -119,6 +120,12 @@ class ReplicaCheck:
                     found[f"{key} of {name}"] = value
         whole = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
         parts = {n: local(t) for n, t in found.items() if is_sharded(t)}
+        outers = [o for m in self._models if (o := unwrap(m).__dict__.get(DILOCO)) is not None]
+        if outers:
+            named = [
+                (f"outer weights {i}.{n}", t) for i, o in enumerate(outers) for n, t in o.vectors()
+            ]
+            parts = dict(named)
         return digests_of(whole), digests_of(parts)
 
     def _desync_error(
