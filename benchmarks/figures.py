@@ -106,6 +106,15 @@ TABLES: dict[str, dict[str, Cell]] = {
         "measured": time("measured_ms", 1e3),
         "error": lambda row: f"{100 * row['error']:+.0f} %",
     },
+    "in_place": {
+        "state": plain("state"),
+        "restart": time("restart_s", 1e6),
+        "in place": time("in place_s", 1e6),
+        "ratio": ratio("ratio"),
+        "step without a failure": lambda row: (
+            ratio("step_ratio", "step_ratio_spread", 3)(row) if "step_ratio" in row else ""
+        ),
+    },
     "compression": {
         "network": plain("network"),
         "`compress`": plain("compress"),
