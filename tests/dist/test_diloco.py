@@ -105,7 +105,14 @@ def _train_in_order(job: Any, options: dict[str, Any]) -> Any:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 4e-4), ("int8", 4e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        pytest.param("fp32", 1e-6, marks=pytest.mark.ci),
+        pytest.param("bf16", 4e-4, marks=pytest.mark.ci),
+        ("int8", 4e-4),
+    ],
+)
 def test_two_hosts_train_as_the_paper_says(dtype: str, tolerance: float) -> None:
     options = {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_dtype": dtype}
     want = _by_hand(2, 0.7, 0.9, 3)
@@ -124,7 +131,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("whole", Mesh(dp_replicate=2)),
+        pytest.param("whole", Mesh(dp_replicate=2), marks=pytest.mark.ci),
         ("fragments", Mesh(dp_replicate=2)),
         pytest.param("fragments", Mesh(dp_replicate=2, dp_shard=2), marks=pytest.mark.ci),
     ],
@@ -147,6 +154,7 @@ def test_a_restart_inside_a_round_continues_bit_for_bit(
             assert torch.equal(value, want[0][1][name]), name  # at the end all hosts are equal
 
 
+@pytest.mark.ci
 def test_on_another_number_of_hosts_all_begin_with_the_outer_weights(tmp_path: Path) -> None:
     folder, options = str(tmp_path), {"every": 4}
     three = run_ranks(_train, folder, 7, options, nproc=3, mesh=Mesh(dp_replicate=3))
@@ -209,7 +217,7 @@ def _lone_host(job: Any) -> Any:
     ]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_one_host(nproc: int) -> None:
     for rank in run_ranks(_lone_host, nproc=nproc):
         assert max(rank) < 1e-6
