@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +312,26 @@ def _drifts(job: Any) -> None:
 def test_outer_weights_that_drift_apart_are_found() -> None:
     with pytest.raises(paceline.RankDisagreement, match=r"outer weights 0\.0"):
         run_ranks(_drifts, nproc=2, mesh=Mesh(dp_replicate=2))
+
+
+def _preempted_in_the_last_step(job: Any) -> Any:
+    model = paceline.diloco(job, small_net(), every=4)
+    training = make_training(job, model, make_data(), optimizer=adam, global_batch=7)
+    number = 0
+    try:
+        for step in training.steps(until=6):
+            step.run(lambda batch: loss_sum(model, batch), reduction="sum")
+            if step.number == 6 and job.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step.update()
+    except paceline.Preempted as preempted:
+        number = preempted.step
+    return number, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_preemption_in_the_last_step_brings_the_hosts_together() -> None:
+    (number, first), (_, second) = run_ranks(
+        _preempted_in_the_last_step, nproc=2, mesh=Mesh(dp_replicate=2)
+    )
+    assert number == 6
+    assert all(map(torch.equal, first, second))
