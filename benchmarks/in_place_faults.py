@@ -162,7 +162,7 @@ def start(
 def inject(folder: Path, faults: int, rng: random.Random, is_over: Any) -> Counter[str]:
     """Inject faults until there were enough of them, or the job is over; how many of each kind."""
     found: Counter[str] = Counter()
-    at = 0  # the step of the fault before
+    at, last = 0, ""  # the step of the fault before, and its kind
     while found.total() < faults and not is_over():
         # One in five comes soon after the one before, and may hit its recovery.
         is_soon = rng.random() < 0.2 and found.total() > 0
@@ -172,12 +172,12 @@ def inject(folder: Path, faults: int, rng: random.Random, is_over: Any) -> Count
         pids = dict(rows(folder / "ranks"))
         if not pids:
             continue
-        # The same exception in the same step ends a job.
-        kind = rng.choice([k for k in KINDS if not (is_soon and k == "raise")])
+        # The same failure of a rank in the same step ends a job.
+        kind = rng.choice([k for k in KINDS if not (is_soon and k == last)])
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[rng.choice(sorted(pids))], KINDS[kind])
             found[kind] += 1
-        at = newest(folder)
+        at, last = newest(folder), kind
     return found
 
 

@@ -265,14 +265,19 @@ def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_pat
 
 
 @pytest.mark.ci
-def test_a_rank_that_fails_twice_in_one_step_is_not_replaced_again(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINS)
-    settings = json.dumps({"faults": [[1, 20, "again raise"]]})
+@pytest.mark.parametrize(
+    ("kind", "how"), [("raise", "ValueError: injected"), ("kill", "killed by SIGKILL")]
+)
+def test_a_rank_that_fails_twice_in_one_step_ends_the_job(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    settings = json.dumps({"faults": [[1, 20, f"again {kind}"]]})
     end = run(f"--nproc-per-node=2 {IN_PLACE}", TRAINS, tmp_path, SETTINGS=settings)
-    assert end.code == 1, end.err
+    assert end.code == (1 if kind == "raise" else 137), end.err
     assert end.err.count("replaced in place") == 1
     assert "rank 1 failed in step 20 again" in end.err
-    assert "ValueError: injected" in end.err
+    assert end.err.count("begins") == 0
+    assert how in end.err.partition(" failed: ")[2]
 
 
 def test_it_needs_one_node_and_restarts(tmp_path: Path) -> None:

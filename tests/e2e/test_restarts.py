@@ -36,7 +36,7 @@ def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> Non
     done = run("--nproc-per-node=2 --max-restarts=5", RAISES, tmp_path)
     assert done.code == 1, done
     assert done.err.count("begins") == 1
-    assert "The same exception was raised in step 3 before the restart" in done.err
+    assert "The same happened in step 3 before the restart" in done.err
     folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
     state = json.loads((folder / "rank0-state.json").read_text())
     assert state["stacks and collectives"]["threads"]

@@ -3,7 +3,8 @@
 The ranks of a training that can go on say so ("recovers"). When one of them fails, the launcher lets a
 standby process become that rank, waits until the collectives of the others have broken ("waits"), announces a
 new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
-happens in between, or an error repeats the last one, all ranks start again.
+happens in between, all ranks start again.
+A failure that repeats the last one ends the job.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.errors import name_ranks
-from paceline.launch.local_ranks import LocalRanks, Rank, RankSpec
+from paceline.launch.local_ranks import Event, LocalRanks, Rank, RankSpec
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 
@@ -66,7 +67,7 @@ class InPlace:
     @property
     def is_due(self) -> bool:
         """Whether a rank waits, because its collectives have broken, although none has ended."""
-        return any(self._waits(rank) for rank in self._local.ranks)
+        return any(self._waits(rank) is not None for rank in self._local.ranks)
 
     def recover(self, before: FirstFailure | None) -> bool:
         """Replace the ranks that have failed. False if all must start again: `ranks` is as it was.
@@ -82,6 +83,9 @@ class InPlace:
                 lambda: all(r.returncode is not None or self._waits(r) for r in local.ranks)
             )
             failed = [rank for rank in local.ranks if not self._waits(rank)]
+            step = max((e.step for r in local.ranks if (e := self._waits(r))), default=0)
+            for rank in failed:
+                rank.lost_in = step
             outcomes = [rank.outcome() for rank in failed]
             self._refuse(outcomes, before)
             self._generation += 1
@@ -128,8 +132,8 @@ class InPlace:
         step = max((e.step for r in self._local.ranks if (e := r.has_sent("recovered"))), default=0)
         self._local.say(f"{text}, in {took_s:.1f} s, after step {step}")
 
-    def _waits(self, rank: Rank) -> bool:
-        return rank.has_sent("waits", generation=self._generation + 1) is not None
+    def _waits(self, rank: Rank) -> Event | None:
+        return rank.has_sent("waits", generation=self._generation + 1)
 
     def _has_recovered(self, rank: Rank) -> bool:
         return rank.has_sent("recovered", generation=self._generation) is not None

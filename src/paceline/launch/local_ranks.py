@@ -138,6 +138,7 @@ class Rank:
         self.told_to_end_at: float | None = None  # when the launcher first told it to end
         self.suspended_at: float | None = None  # monotonic, unlike the others
         self.suspended = False  # killed because SIGSTOP had stopped it
+        self.lost_in = 0  # the step in which the others noticed its end; 0 if unknown
         self.hung = False
         self._closed_at = math.inf  # when its control socket was closed, monotonic
         self._pump = pump
@@ -392,7 +393,7 @@ class Rank:
             crashed_at=crashed_at,
             hung=self.hung,
             suspended=self.suspended,
-            step=step,
+            step=step or self.lost_in,
             abort_message=abort.decode(errors="replace"),
             stopped=self.told_to_end_at is not None and (at == 0.0 or at > self.told_to_end_at),
         )

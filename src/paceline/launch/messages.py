@@ -30,7 +30,7 @@ class JobInfo:
         silent_nodes: The number of other nodes that did not report how their ranks ended.
         memory: The kernel's counters at the start of the round and now.
         calls: The collective that each rank entered last, as far as known.
-        repeated: Whether the round before this one had the same exception in the same step.
+        repeated: Whether the failure before was the same one in the same step.
     """
 
     world_size: int
@@ -78,8 +78,7 @@ def render_failure(first: FirstFailure, info: JobInfo) -> str:
         lines.append(f"  called last: {last}.")
     if info.repeated:
         lines.append(
-            f"  The same exception was raised in step {original.step} before the restart: another restart "
-            "would not help."
+            f"  The same happened in step {original.step} before the restart: another restart would not help."
         )
     elif info.restarts:
         lines.append(f"  This was after {info.restarts} of {info.max_restarts} restarts.")

@@ -195,7 +195,7 @@ class RankOutcome:
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
         suspended: The launcher killed it because SIGSTOP had stopped it for a second.
-        step: The training step of the error; 0 if unknown.
+        step: The training step in which it failed; 0 if unknown.
         abort_message: What native code wrote when it aborted; empty if nothing.
         elsewhere: The launcher of another node reported this.
     """
@@ -279,14 +279,16 @@ class FirstFailure:
     first_follower: RankOutcome | None = None
 
     def repeats(self, before: FirstFailure) -> bool:
-        """Whether the previous round ended with the same exception in the same step."""
+        """Whether the failure before was the same one, in the same step of a training.
+
+        The same is an exception of this type at this place, on any rank, or the same end of the same rank.
+        """
         this, last = self.original, before.original
-        return (
-            this.error is not None
-            and last.error is not None
-            and this.step == last.step > 0
-            and (this.error.type, this.error.place) == (last.error.type, last.error.place)
-        )
+        if not this.step == last.step > 0:
+            return False
+        if this.error is not None and last.error is not None:
+            return (this.error.type, this.error.place) == (last.error.type, last.error.place)
+        return (this.rank, this.how) == (last.rank, last.how)
 
     @property
     def exit_code(self) -> int:
