@@ -114,7 +114,10 @@ class Side:
 
 
 def _torch_ddp(net: nn.Module, name: str) -> nn.Module:
-    wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    # Over Gloo torch's PowerSGD hook hangs with more than one bucket: it starts collectives in callbacks, whose
+    # order differs between ranks.
+    cap_mb = 64 if "PowerSGD" in name else None
+    wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
     if "fp16" in name:
         wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
     else:
