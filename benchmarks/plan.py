@@ -11,9 +11,6 @@ at once, without communication, so that each has the share of the cores that a r
 ranks that outnumber the cores are treated; the model knows nothing of it. Of each link `paceline doctor`
 measures on N hosts what they reach. No point is left out.
 
-The predictions in results/plan.json took the rates of the shaped links in place of the doctor's, and no cost
-of casts to fp16, which the doctor did not measure then.
-
 **measure** trains over the hosts, and takes the median window of clock.jsonl. The winner among the strategies
 on the same hosts and link is the one with the shortest step.
 """
