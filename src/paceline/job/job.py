@@ -382,9 +382,7 @@ class Job:
         if not self.is_replacement:
             self._close_groups()
             following = self.generation + 1
-            if not recovery.tell_launcher(
-                "waits", step=current_step.step, generation=following
-            ):
+            if not recovery.tell_launcher("waits", step=current_step.step, generation=following):
                 raise cause
             recovery.await_announcement(following, cause)
             self.generation = following
