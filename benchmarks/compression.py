@@ -114,8 +114,8 @@ class Side:
 
 
 def _torch_ddp(net: nn.Module, name: str) -> nn.Module:
-    # Over Gloo torch's PowerSGD hook hangs with more than one bucket: it starts collectives in callbacks, whose
-    # order differs between ranks.
+    # With several buckets torch's PowerSGD hook hangs over Gloo: it starts collectives in callbacks, and
+    # their order differs between ranks.
     cap_mb = 64 if "PowerSGD" in name else None
     wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
     if "fp16" in name:
