@@ -1,6 +1,7 @@
 """`paceline.diloco` beside synchronous DDP on slow links, and with a host that is cut off for a while.
 
-    python benchmarks/diloco.py [--rate 100mbit] [--steps 300] [--start 600] [--only loss|cut]
+    python benchmarks/diloco.py [--rate 100mbit] [--steps 300] [--start 600] [--only loss]
+    python benchmarks/diloco.py --only cut [--steps 600]
 
 **loss**: two hosts of one rank train the GPT of examples/char_lm.py on the source of a package of the
 standard library, with links of this rate: synchronous DDP, and `diloco(every=50)` with each kind of
@@ -219,13 +220,12 @@ def main() -> None:
     if options.worker:
         work(options.side, options.steps, options.folder, options.weights, options.worker)
         return
-    rows = []
+    facts = {"as_json": options.json, "every": EVERY, "steps": options.steps}
     if options.only != "cut":
-        rows += measure_loss(options.rate, options.steps, options.start)
+        rows = measure_loss(options.rate, options.steps, options.start)
+        publish("diloco" if options.start else "diloco_scratch", rows, **facts)
     if options.only != "loss":
-        rows += measure_cut(2 * options.steps)
-    name = "diloco" if options.start else "diloco_scratch"
-    publish(name, rows, as_json=options.json, every=EVERY, steps=options.steps)
+        publish("diloco_cut", measure_cut(options.steps), **facts)
 
 
 if __name__ == "__main__":

@@ -122,9 +122,10 @@ TABLES: dict[str, dict[str, Cell]] = {
         "step": time("step_ms", 1e3),
         "ratio": ratio("ratio", "ratio_spread"),
     },
-    "diloco_scratch": {
+    "diloco": {
         "side": plain("what"),
         "step": lambda row: duration(row["step_ms"] * 1e3) if "step_ms" in row else "",
+        "computes": lambda row: f"{100 * row['computes']:.0f} %" if "computes" in row else "",
         "sent, KiB a step": lambda row: f"{row['sent_kib']:.0f}" if "sent_kib" in row else "",
         "evaluation loss": lambda row: f"{row['loss']:.4f}",
         "ratio": lambda row: f"{row['ratio']:.3f}" if "ratio" in row else "",
