@@ -302,6 +302,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     ),
     "compression": lambda job: paceline.ddp(job, Heads(), compress="int8"),
     "sparse": lambda job: paceline.ddp(job, nn.Embedding(4, 2, sparse=True), compress="bf16"),
+    "complex": lambda job: paceline.ddp(
+        job, nn.Linear(2, 2, dtype=torch.complex64), compress="fp16"
+    ),
     "rank of PowerSGD": lambda job: paceline.PowerSGD(rank=0),
     "start of PowerSGD": lambda job: paceline.PowerSGD(start_step=1),
     "PowerSGD, loss scale": lambda job: _trained(

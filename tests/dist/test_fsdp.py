@@ -237,6 +237,7 @@ def _bf16_parameters(job: Any) -> tuple[set[torch.dtype], set[torch.dtype], list
     dtypes = set()
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
     training = make_training(job, model, make_data(24), global_batch=8, micro_batch=1)
+    assert training._context.strategy.facts() == {"param_bytes": 2}
     found = train(training, lambda m, batch: loss_sum(m, batch).float(), until=3, clip_norm=1.0)
     return dtypes, {p.dtype for p in model.parameters()}, found.losses
 

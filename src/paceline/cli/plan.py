@@ -40,14 +40,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = read_step(args.run, load(args.run).record)
         code = ExitCode.USAGE
-        link = read_link(args.link, run.device)
-        found = {
-            name: [estimate(run, link, way, nodes, weak=args.weak) for nodes in args.nodes]
-            for name, way in ways(run, weak=args.weak).items()
-        }
+        link, gloo = read_link(args.link, run.device), read_link(args.link)
+        found = {}
+        for name, way in ways(run, weak=args.weak).items():
+            used = gloo if way.kind == "DiLoCo" else link
+            found[name] = [estimate(run, used, way, n, weak=args.weak) for n in args.nodes]
         sections = table.sections(table.describe(args.run, run, link, weak=args.weak), found)
-        html = to_html(f"Paceline plan: {args.run}", sections) if args.html else ""
-    except ConfigError as error:
+        if args.html is not None:
+            html = to_html(f"Paceline plan: {args.run}", sections)
+            code = ExitCode.CANNOT_CREATE
+            args.html.write_text(html, encoding="utf-8")
+    except (ConfigError, OSError) as error:
         print(f"paceline plan: {error}", file=sys.stderr)
         return code
     if args.json:
@@ -56,14 +59,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(given | {"ways": plain}, indent=1))
     else:
         print(table.to_text(sections))
-    if args.html is not None:
-        try:
-            args.html.write_text(html, encoding="utf-8")
-        except OSError as error:
-            print(
-                f"paceline plan: {args.html} cannot be written: {error.strerror}.", file=sys.stderr
-            )
-            return ExitCode.CANNOT_CREATE
     return ExitCode.OK
 
 
@@ -86,12 +81,10 @@ def parser() -> CommandParser:
         metavar="LINK",
         help='of each node, as "10Gbit,50us" (latency: 50us), or a file of `paceline doctor --json`',
     )
-    default = [1, 2, 4, 8, 64]
-    help_nodes = f"numbers of nodes ({','.join(map(str, default))})"
+    nodes, default = "numbers of nodes, each with as many ranks as in the run", "1,2,4,8,64"
+    help_nodes = f"{nodes} ({default})"
     ours.add_argument("--nodes", type=_counts, default=default, metavar="N,N", help=help_nodes)
-    help_weak = (
-        "keep the samples of a rank, so that the global batch grows; otherwise it stays the same"
-    )
+    help_weak = "keep the samples of a rank; otherwise the global batch stays the same"
     ours.add_argument("--weak", action="store_true", help=help_weak)
     ours.add_argument("--json", action="store_true", help="print JSON")
     ours.add_argument("--html", type=Path, metavar="FILE", help="write a page with a chart too")

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, listed
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
+from paceline.parallel.modules import has_sparse_layer
 from paceline.shm.group import ShmGroup
 
 _CASTS: dict[str, Any] = {
@@ -49,19 +51,25 @@ class PowerSGD:
         require_integers(2, start_step=self.start_step)
 
 
-def refuse_compression(compress: Any, *, sparse: bool) -> None:
-    """Refuse a value of `compress` that is unknown or cannot be combined with sparse gradients."""
+def refuse_compression(compress: Any, module: nn.Module) -> None:
+    """Refuse a value of `compress` that is unknown or cannot be combined with the gradients of a module."""
     if compress is None:
         return
     if compress not in ("fp16", "bf16") and not isinstance(compress, PowerSGD):
         raise ConfigError(
             f"compress must be 'fp16', 'bf16', paceline.PowerSGD(...) or None, got {compress!r}."
         )
-    if sparse:
+    if has_sparse_layer(module):
         raise ConfigError(
             "compression cannot be combined with sparse gradients.",
             why="torch neither casts nor compresses them.",
             fix="leave compress out, or build the layers with sparse=False.",
+        )
+    if names := [n for n, p in module.named_parameters() if p.is_complex() and p.requires_grad]:
+        raise ConfigError(
+            f"compression cannot be combined with complex parameters: {listed(names)}.",
+            why="torch's casts leave out the imaginary part of their gradients.",
+            fix="leave compress out, or keep the parameters as torch.view_as_real(...) of them.",
         )
 
 

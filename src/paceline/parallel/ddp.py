@@ -26,7 +26,6 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
     find_wrapper,
-    has_sparse_layer,
     owned_parameters,
     refuse_module,
     refuse_wrapped,
@@ -89,7 +88,7 @@ def ddp(
             f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",
             fix=f"leave bucket_mb out ({DEFAULT_BUCKET_MB:g} MiB), or give a number.",
         )
-    refuse_compression(compress, sparse=has_sparse_layer(module))
+    refuse_compression(compress, module)
     refuse_wrapped(module, wrap="paceline.ddp")
     if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
         raise ConfigError(

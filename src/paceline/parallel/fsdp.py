@@ -68,6 +68,7 @@ Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 # about their own size.
 _GRADIENT_TOLERANCE = 2.0**-4
 _UNSCALE = "torch.amp.GradScaler._unscale_grads_"
+_PARAM_DTYPE = "_paceline_param_dtype"  # attribute of a module: as given to `fsdp`
 _ROUNDING = 1e-5  # of the largest gradient: smaller ones are not compared
 # Of each parameter's gradients: one may be 0, as after a layer that begins with zeros, or equal by chance.
 _COMPARISONS = 5
@@ -204,6 +205,7 @@ def fsdp(
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
     equalize_buffers(job, module)
     module.__dict__[SPLIT_BY] = "paceline.fsdp"
+    module.__dict__[_PARAM_DTYPE] = param_dtype
     if job.rank > 0:
         # torch says it on every rank, and of every model that ends with a linear layer.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -377,6 +379,10 @@ class FSDPStrategy(Strategy):
     def leave_step(self) -> None:
         super().leave_step()
         self._set_sync(True)
+
+    def facts(self) -> dict[str, Any]:
+        dtypes = [unwrap(model).__dict__.get(_PARAM_DTYPE) for model in self._models]
+        return {"param_bytes": max((dtype.itemsize for dtype in dtypes if dtype), default=0)}
 
     def check_precision(self, precision: str, *, skips_non_finite: bool) -> None:
         if precision == "fp16" and torch_private.find(_UNSCALE) is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
 
 _LINK_LEAST = 0.9  # of the link: the slow end of the band
 
@@ -33,13 +33,13 @@ class Link:
     latency_s: float
     fp16_bytes_per_s: float = 0.0
 
-    def half_ring_s(self, ranks: int, size_bytes: float) -> float:
-        """A ring reduce-scatter or all-gather of a tensor of `size_bytes`: (p - 1) (alpha + n / p / beta)."""
-        return (ranks - 1) * (self.latency_s + size_bytes / ranks / self.bytes_per_s)
+    def half_ring_s(self, nodes: int, ranks: int, size_bytes: float) -> float:
+        """A ring reduce-scatter or all-gather of p ranks: a link of a node carries (p - 1) / p of it."""
+        return (nodes - 1) * self.latency_s + (ranks - 1) / ranks * size_bytes / self.bytes_per_s
 
-    def all_reduce_s(self, ranks: int, size_bytes: float) -> float:
+    def all_reduce_s(self, nodes: int, ranks: int, size_bytes: float) -> float:
         """A ring all-reduce: a reduce-scatter, then an all-gather."""
-        return 2 * self.half_ring_s(ranks, size_bytes)
+        return 2 * self.half_ring_s(nodes, ranks, size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class Measured:
         spread: The step without communication in the middle half of the windows, by its median.
         parameters: Number of trained parameters.
         buckets: Bytes of DDP's gradient buckets, in the order of the backward.
+        blocks: Of FSDP, in the order of the forward: the bytes that are gathered, and those of the gradients.
         powersgd_bytes: What PowerSGD of rank 2 sends in a step.
         compress: As given to `ddp`; empty without.
-        memory_bytes: The largest of all ranks.
-        weight_bytes: Of the whole model.
+        memory_bytes: After a step; the largest of all ranks.
         state_bytes: Weights, gradients and optimizer state of the whole model; None if unknown.
     """
 
@@ -79,17 +79,16 @@ class Measured:
     spread: tuple[float, float]
     parameters: int
     buckets: Sequence[float]
+    blocks: Sequence[tuple[float, float]]
     powersgd_bytes: float
     compress: str
     memory_bytes: float
-    weight_bytes: float
     state_bytes: float | None
 
     @property
     def step_s(self) -> float:
         """A step of the run."""
-        computed_s = self.forward_s + self.backward_s + self.other_s
-        return computed_s + self.data_s + self.communication_s
+        return self.forward_s + self.backward_s + self.other_s + self.data_s + self.communication_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ class Estimate:
         samples_per_s: Over all ranks.
         efficiency: `samples_per_s` by that of as many single nodes.
         limit: "computation", "data", "bandwidth", "latency", or "samples" if there are fewer than ranks.
-        memory_bytes: Of a rank; None if unknown.
+        memory_bytes: Of a rank, with its gradients; None if unknown.
     """
 
     nodes: int
@@ -158,16 +157,20 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
     """
     ranks, run_ranks = nodes * run.ranks_per_node, run.nodes * run.ranks_per_node
     samples = run.global_batch * way.accumulate * (ranks / run_ranks if weak else 1)
-    share = ceil(samples / ranks) / ceil(run.global_batch / run_ranks)
+    of_run = -(-run.global_batch // run_ranks)
+    of_rank = -(-run.global_batch * way.accumulate // (run_ranks if weak else ranks))
+    share = of_rank / of_run
+    # Micro-batches keep their size while a rank has as many samples as one of them.
+    micros = -(-run.micro_batches * of_rank // of_run)
     computed_s = share * (run.forward_s + run.backward_s) + run.other_s
     alone_s = computed_s + share * run.data_s
-    # Micro-batches keep their size while a rank has as many samples as one of them.
-    hides_s = share * run.forward_s, share * run.backward_s / ceil(run.micro_batches * share)
-    exposed_s = most_s = latency_s = run.communication_s if run.nodes == 1 else 0.0
-    if nodes > 1:
-        exposed_s = _exposed_s(run, link, way, nodes, hides_s)
-        most_s = _exposed_s(run, link, way, nodes, (0.0, 0.0))
-        latency_s = most_s - _exposed_s(run, replace(link, latency_s=0.0), way, nodes, (0.0, 0.0))
+    of_nodes = partial(_exposed_s, run, way, nodes, micros)
+    exposed_s, most_s = of_nodes(link, share), of_nodes(link, 0.0)
+    latency_s = most_s - of_nodes(replace(link, latency_s=0.0), 0.0)
+    # Inside a node: as in the run. It overlaps with the links, but for DiLoCo's sums, which come after it.
+    inside_s = run.communication_s if run.nodes == 1 else 0.0
+    both = sum if way.kind == "DiLoCo" else max
+    exposed_s, most_s = both((inside_s, exposed_s)), both((inside_s, most_s))
     parts = {
         "computation": computed_s,
         "data": share * run.data_s,
@@ -189,42 +192,40 @@ def estimate(run: Measured, link: Link, way: Way, nodes: int, *, weak: bool) -> 
     )
 
 
-def _exposed_s(
-    run: Measured, link: Link, way: Way, nodes: int, hides_s: tuple[float, float]
-) -> float:
-    """Communication that is left.
+def _exposed_s(run: Measured, way: Way, nodes: int, micros: int, link: Link, hides: float) -> float:
+    """Communication between nodes that is left.
 
     Args:
-        hides_s: The forward and the last backward of a step, which communication may overlap with.
+        micros: Micro-batches of a rank.
+        hides: The part of the run's forward and backward that communication may overlap with.
     """
-    forward_s, backward_s = hides_s
+    if nodes == 1:
+        return 0.0
+    forward_s, backward_s = hides * run.forward_s / micros, hides * run.backward_s / micros
     ranks, total = nodes * run.ranks_per_node, sum(run.buckets)
     on_cpu = run.device == "cpu"
-    if way.kind == "DiLoCo":  # one sum over the nodes, of the weights' differences
-        return link.all_reduce_s(nodes, run.weight_bytes) / way.every
-    if (
-        way.kind == "HSDP"
-    ):  # the ranks of a node hold a part of each bucket, and sum it over the nodes
-        sums = [link.all_reduce_s(nodes, size) for size in run.buckets]
-        return _left_s(run.buckets, sums, 0.0 if on_cpu else backward_s)
-    if way.kind == "FSDP":
-        gathers = [link.half_ring_s(ranks, size) for size in run.buckets]
-        # Gloo's reduce-scatter is an all-reduce, of which each rank keeps a part.
-        sums = [2 * seconds if on_cpu else seconds for seconds in gathers]
-        if on_cpu:  # FSDP2 waits for each collective of Gloo
-            return 2 * sum(gathers) + sum(sums)
-        again = [seconds + more for seconds, more in zip(gathers, sums, strict=True)]
-        return max(0.0, sum(gathers) - forward_s) + _left_s(run.buckets, again, backward_s)
+    if way.kind == "DiLoCo":  # one sum over the nodes, of differences of the weights in fp32
+        return link.all_reduce_s(nodes, nodes, 4 * run.parameters) / way.every
+    if way.kind == "FSDP":  # each micro-batch gathers twice, and the last one sums
+        sizes, _ = blocks = tuple(zip(*reversed(run.blocks), strict=True))
+        gathers, sums = ([link.half_ring_s(nodes, ranks, n) for n in part] for part in blocks)
+        if on_cpu:  # FSDP2 waits for each collective of Gloo, whose reduce-scatter is an all-reduce
+            return 2 * micros * sum(gathers) + 2 * sum(sums)
+        both = [gather_s + sum_s for gather_s, sum_s in zip(gathers, sums, strict=True)]
+        before_s = micros * max(0.0, sum(gathers) - forward_s)
+        again_s = (micros - 1) * _left_s(sizes, gathers, backward_s)
+        return before_s + again_s + _left_s(sizes, both, backward_s)
+    messages, part = 1, 1.0
     if way.kind == "PowerSGD":  # per bucket: the vectors, P and Q
-        part = run.powersgd_bytes / total / 3
-        sums = [3 * link.all_reduce_s(ranks, part * size) for size in run.buckets]
-        return _left_s(run.buckets, sums, 0.0 if on_cpu else backward_s)
-    of_gradients = 1.0
+        messages, part = 3, run.powersgd_bytes / total / 3
     if way.kind == "fp16":
-        of_gradients = min(1.0, 2 * run.parameters / total)
+        part = min(1.0, 2 * run.parameters / total)
         link = replace(link, bytes_per_s=link.fp16_bytes_per_s or link.bytes_per_s)
-    sums = [link.all_reduce_s(ranks, of_gradients * size) for size in run.buckets]
-    return _left_s(run.buckets, sums, backward_s)
+    # With HSDP each rank of a node sums its part over the nodes.
+    ring = nodes if way.kind == "HSDP" else ranks
+    sums = [messages * link.all_reduce_s(nodes, ring, part * size) for size in run.buckets]
+    waits = on_cpu and way.kind in ("HSDP", "PowerSGD")
+    return _left_s(run.buckets, sums, 0.0 if waits else backward_s)
 
 
 def _left_s(buckets: Sequence[float], costs_s: Sequence[float], backward_s: float) -> float:
@@ -240,13 +241,14 @@ def _left_s(buckets: Sequence[float], costs_s: Sequence[float], backward_s: floa
 
 
 def _memory_bytes(run: Measured, way: Way, nodes: int) -> float | None:
-    """The memory of a rank: as in the run, but with another part of the state."""
-    if way.kind == "DiLoCo":  # the weights of the last sum, and the momentum of the outer optimizer
-        return run.memory_bytes + 2 * run.weight_bytes
+    """The memory of a rank: as in the run, but with another part of the state, and with gradients."""
+    grads, run_ranks = sum(run.buckets), run.nodes * run.ranks_per_node
     ranks = {"FSDP": nodes * run.ranks_per_node, "HSDP": run.ranks_per_node}.get(way.kind, 1)
-    now = run.nodes * run.ranks_per_node if run.layout == "FSDP" else 1
-    if ranks == now:
-        return run.memory_bytes
-    if run.state_bytes is None:
+    now = run_ranks if run.layout == "FSDP" else 1
+    if run.state_bytes is None and ranks != now:
         return None
-    return run.memory_bytes + run.state_bytes * (1 / ranks - 1 / now)
+    state = run.state_bytes or 0.0
+    # After a step only the buckets of DDP are left of the gradients.
+    held = state - (0.0 if run.layout == "DDP" and run_ranks > 1 else grads)
+    outer = 8 * run.parameters if way.kind == "DiLoCo" and run.device == "cpu" else 0
+    return max(0.0, run.memory_bytes - held / now) + state / ranks + outer

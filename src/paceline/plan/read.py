@@ -19,6 +19,8 @@ _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _LATENCY_S = 50e-6  # if it is not given
 _LEAST_WINDOWS = 3  # without the first, which has the warm-up
+_SIZES = ("global_batch", "parameters", "buckets", "blocks", "powersgd_bytes")
+_KEYS = ("device", "strategy", "world_size", "data_ranks", "local_world_size", *_SIZES)
 
 
 def read_step(name: str, record: Record) -> Measured:
@@ -79,23 +81,20 @@ def read_step(name: str, record: Record) -> Measured:
         powersgd_bytes=(int(rank[1]) if rank else 2) * per_rank + besides,
         compress=run.get("compress") or "",
         memory_bytes=float(np.median([w.memory_bytes for w in windows], axis=0).max()),
-        **{name: run[name] for name in ("parameters", "buckets", "weight_bytes", "state_bytes")},
+        **{name: run[name] for name in ("parameters", "buckets", "blocks")},
+        state_bytes=run.get("state_bytes"),
     )
 
 
 def _why_not(run: Mapping[str, Any]) -> str:
     """Why the record does not tell what the communication over more nodes costs; empty if it does."""
-    if missing := [
-        key for key in ("buckets", "global_batch", "local_world_size") if not run.get(key)
-    ]:
+    if missing := [key for key in _KEYS if run.get(key) in (None, 0, [])]:
         return f"it does not tell its {', '.join(missing)}: it is of another version, or trains on a stream."
     ranks, ranks_per_node = run["world_size"], run["local_world_size"]
     if run["strategy"] not in ("", "DDP", "FSDP"):
-        return (
-            f"its strategy is {run['strategy']}, and only DDP, FSDP and one process can be planned."
-        )
+        return f"its strategy is {run['strategy']}; DDP, FSDP and one process can be planned."
     if run["data_ranks"] != ranks:
-        return f"its model is split over ranks ({run['mesh']}), whose messages clock.jsonl does not count."
+        return f"its model is split over ranks ({run.get('mesh')}); their messages are not known."
     if run["strategy"] == "FSDP" and ranks > ranks_per_node:
         return "it ran on several hosts with FSDP, whose waits count as forward and backward."
     return "its hosts have different numbers of ranks." if ranks % ranks_per_node else ""
@@ -105,7 +104,7 @@ def read_link(text: str, device: str = "cpu") -> Link:
     """A link: "10Gbit,50us", or a file of `paceline doctor --json` that was made on several hosts.
 
     Args:
-        device: Of the run: with "cuda", doctor's all-reduce on GPUs counts.
+        device: With "cuda", doctor's all-reduce over NCCL counts, else that over Gloo.
 
     Raises:
         ConfigError: it is neither, or its rate is 0.
@@ -113,7 +112,7 @@ def read_link(text: str, device: str = "cpu") -> Link:
     if Path(text).is_file():
         return _measured_link(text, device)
     number = r"(\d+\.?\d*) ?([a-z]+)"
-    match = re.fullmatch(f"{number}(?:, ?{number})?", text.strip().lower())
+    match = re.fullmatch(f"{number}(?:/s)?(?:, ?{number})?", text.strip().lower())
     rate, unit, latency, unit_of_time = match.groups() if match else ("", "", "", "")
     if not rate:
         problem = "is neither a link nor a file"
@@ -137,18 +136,25 @@ def _measured_link(path: str, device: str) -> Link:
         # The launcher begins each line with the rank.
         text = re.sub(r"^\[\d+\] ", "", Path(path).read_text(), flags=re.MULTILINE)
         facts = json.loads(text)["facts"]
-        reduces = [each["gpu"] if device == "cuda" else each for each in facts["reduce"]]
+        if not facts["links"]:
+            raise ValueError("it was measured on one host")
+        nodes = sum(each["local_rank"] == 0 for each in facts["ranks"])
+        none = {"error": "it has no all-reduce on GPUs"}
+        reduces = [each.get("gpu", none) if device == "cuda" else each for each in facts["reduce"]]
+        if failed := [each["error"] for each in reduces if "error" in each]:
+            raise ValueError(failed[0])
         slowest = max(reduces, key=lambda each: each["seconds"])
         ranks, size, part = (slowest[key] for key in ("world_size", "bytes", "part_bytes"))
         # A line through two sizes (Hockney): the latency has what each message costs under load.
         s_per_byte = (slowest["seconds"] - slowest["part_seconds"]) / (size - part)
         fixed_s = max(0.0, slowest["seconds"] - s_per_byte * size)
-        fp16_s_per_byte = max(slowest["fp16_seconds"] - fixed_s, 0.0) / (size / 2)
-        if not facts["links"]:
-            raise ValueError("it was measured on one host")
-        steps = 2 * (ranks - 1)
-        return Link(steps / ranks / s_per_byte, fixed_s / steps, steps / ranks / fp16_s_per_byte)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        fp16_s_per_byte = (slowest["fp16_seconds"] - fixed_s) / (size / 2)
+        if min(s_per_byte, fp16_s_per_byte) <= 0:
+            raise ValueError("an all-reduce took no longer than one of fewer bytes")
+        # The inverse of `Link.all_reduce_s`.
+        sent, latency_s = 2 * (ranks - 1) / ranks, fixed_s / 2 / (nodes - 1)
+        return Link(sent / s_per_byte, latency_s, sent / fp16_s_per_byte)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"--link {path!r} does not hold a link that `paceline doctor` measured.",

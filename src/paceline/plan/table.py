@@ -49,7 +49,7 @@ def sections(head: Sequence[str], ways: Mapping[str, Sequence[Estimate]]) -> lis
     chart = charts.lines(points, x="nodes", y="samples/s", series="way")
     alt = "samples per second over the number of nodes, one line for each way to train"
     memory = of_all(lambda e: _bytes(e.memory_bytes))
-    about = "memory of a rank after a step; on a GPU activations come on top:"
+    about = "memory of a rank after a step, with its gradients; activations come on top:"
     return [
         Section(title="Steps", text=head, table=Table(_STEP, [_row(each) for each in own])),
         Section(title="Samples per second", text=[what], table=rates, chart=chart, alt=alt),
@@ -59,15 +59,13 @@ def sections(head: Sequence[str], ways: Mapping[str, Sequence[Estimate]]) -> lis
 
 def describe(name: str, run: Measured, link: Link, *, weak: bool) -> list[str]:
     """What the estimates are made from."""
-    kept = (
-        "samples of a rank stay the same (weak" if weak else "global batch stays the same (strong"
-    )
+    kept = "samples of a rank (weak" if weak else "global batch (strong"
     return [
         f"{name}: {run.layout} on {count_of(run.nodes, 'node')} of "
         f"{count_of(run.ranks_per_node, 'rank')}. A step of {run.global_batch:,} samples took "
         f"{_ms(run.step_s)} ms, of which {_ms(run.communication_s)} ms waited for communication.",
         f"Link: {link.bytes_per_s * 8e-9:.3g} Gbit/s of payload, latency {link.latency_s * 1e6:.3g} us. "
-        f"Gradients: {format_bytes(int(sum(run.buckets)))}. The {kept} scaling).",
+        f"Gradients: {format_bytes(int(sum(run.buckets)))}. The same {kept} scaling).",
     ]
 
 

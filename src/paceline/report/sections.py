@@ -18,7 +18,7 @@ from paceline.report.run import Run, merge, thin, thin_windows
 _SHOWN_RANKS = 16  # more are summarised
 _SHOWN_EVENTS = 20
 # What describes a start, but is no setting.
-_NO_SETTINGS = ("time", "step", "total_steps", "buckets", "powersgd_bytes")
+_NO_SETTINGS = ("time", "step", "total_steps", "buckets", "blocks", "powersgd_bytes")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -57,16 +58,22 @@ def job_facts(job: Job) -> dict[str, Any]:
 
 
 def model_facts(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], bucket_bytes: int
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    bucket_bytes: int,
+    param_bytes: int,
 ) -> dict[str, Any]:
     """Sizes of the models, unsharded, by name; `paceline plan` needs them.
 
-    "buckets" are the bytes of DDP's buckets in the order of the backward; "powersgd_bytes" what PowerSGD
-    sends for each rank of its approximation, and besides. "state_bytes" is the sum of weights, gradients and
-    optimizer state; None with an optimizer that is not torch's.
+    "buckets" are the bytes of DDP's buckets in the order of the backward; "blocks" the bytes that FSDP
+    gathers for each block, and those of its gradients; "powersgd_bytes" what PowerSGD sends for each rank of
+    its approximation, and besides. "state_bytes" is the sum of weights, gradients and optimizer state; None
+    with an optimizer that is not torch's.
 
     Args:
         bucket_bytes: The largest bucket of DDP; 0 for torch's default.
+        param_bytes: Of an element of the parameters that FSDP gathers; 0 for their own dtype.
     """
     parameters = [p for model in models for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad]
@@ -77,6 +84,14 @@ def model_facts(
         for group in optimizer.param_groups:
             tensors = _STATES.get(type(optimizer).__name__, 0) + (group.get("momentum", 0) > 0)
             state_bytes += tensors * sum(p.nbytes for p in group["params"])
+    # A block of FSDP is an element of a list of modules, such as layers.3; the rest of a model is one too.
+    blocks: dict[tuple[int, str], list[int]] = {}
+    for number, model in enumerate(models):
+        for name, p in model.named_parameters():
+            block = re.match(r"(?:.*?\.)?\d+\.", name)
+            sizes = blocks.setdefault((number, block[0] if block else ""), [0, 0])
+            sizes[0] += p.numel() * (param_bytes or p.element_size())
+            sizes[1] += p.nbytes * p.requires_grad
     return {
         "parameters": sum(p.numel() for p in trained),
         "weight_bytes": weight_bytes,
@@ -84,6 +99,7 @@ def model_facts(
         if {type(o).__name__ for o in optimizers} <= {*_STATES}
         else None,
         "buckets": _buckets([p.nbytes for p in reversed(trained)], bucket_bytes),
+        "blocks": list(blocks.values()),
         "powersgd_bytes": [
             sum(p.element_size() * (len(p) + p.numel() // len(p)) for p in matrices),
             sum(p.nbytes for p in trained if p.dim() < 2),

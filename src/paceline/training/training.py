@@ -598,7 +598,8 @@ class Training:
             "reproducible": self.reproducible,
         }
         facts |= strategy.facts() | self.batches.facts()
-        facts |= model_facts(self.models, self.optimizers, facts.get("bucket_bytes", 0))
+        sizes = {key: facts.get(key, 0) for key in ("bucket_bytes", "param_bytes")}
+        facts |= model_facts(self.models, self.optimizers, **sizes)
         if self.checkpoints is not None:
             facts |= self.checkpoints.facts()
         return facts
