@@ -106,8 +106,8 @@ def test_communication_inside_a_node() -> None:
 
 
 def test_samples_of_a_rank_are_whole() -> None:
-    # 54 samples on 3 ranks are 18 on each, on any number of nodes.
-    run = replace(RUN, ranks_per_node=3, global_batch=54, device="cuda")
+    # 54 samples on 3 nodes are 18 on each, on any number of nodes.
+    run = replace(RUN, nodes=3, global_batch=54)
     assert estimate(run, LINK, Way(kind="DiLoCo", every=10**9), 7, weak=True).step_s == (
         pytest.approx(0.1)
     )
@@ -348,7 +348,10 @@ def test_a_wrong_link_is_refused(
     [
         (None, "it was measured on one host"),
         ({"error": "no route to host"}, "no route to host."),
-        (REDUCE | {"part_seconds": 0.2}, "took no longer than one of fewer bytes"),
+        (
+            REDUCE | {"part_seconds": 0.2, "fp16_seconds": 0.3},
+            "took no longer than one of fewer bytes",
+        ),
         (REDUCE | {"fp16_seconds": 0.005}, "took no longer than one of fewer bytes"),
         ({"world_size": 4}, "no 'seconds'"),
     ],
