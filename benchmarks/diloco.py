@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from links import LinkedHosts, finish, hosts
+from links import finish, hosts, read_result, sent_bytes, start_worker
 from tables import publish
 from torch.utils.data import Subset
 
@@ -96,7 +96,7 @@ def work(side: str, steps: int, folder: str | None, weights: str | None, out: Pa
             count="tokens",
             checkpoints=checkpoints,
         )
-        times, sent = [], [_sent_bytes()]
+        times, sent = [], [sent_bytes()]
         began = time.perf_counter()
         for step in training.steps(until=steps):
             step.run(lambda batch: _loss(model, batch))
@@ -105,7 +105,7 @@ def work(side: str, steps: int, folder: str | None, weights: str | None, out: Pa
             began = now
             if folder is not None and job.rank == 0:
                 (Path(folder).parent / "step").write_text(f"{step.number} {job.world_size}")
-        sent.append(_sent_bytes())
+        sent.append(sent_bytes())
         if weights is not None and not has_start:
             training.export(weights)
         result = paceline.evaluate(job, model, Subset(lines, held_out), _score)
@@ -114,31 +114,14 @@ def work(side: str, steps: int, folder: str | None, weights: str | None, out: Pa
             out.write_text(json.dumps(found))
 
 
-def _sent_bytes() -> int:
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
-def _start(made: LinkedHosts, number: int, words: list[str], out: Path) -> Any:
-    more = {"PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
-    return made.start(
-        number, ["run", f"--host={made.address(0)}", *words, f"--worker={out}"], out.parent, **more
-    )
-
-
-def _result(ends: list[Any], out: Path) -> dict[str, Any]:
-    if any(end.code for end in ends):
-        raise SystemExit("".join(end.err for end in ends))
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
 def _train(rate: str | None, side: str, steps: int, weights: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, hosts(2, rate) as made:
         out = Path(folder) / "out.json"
         words = ["--nnodes=2", __file__, f"--steps={steps}", f"--side={side}"]
         words += [] if weights is None else [f"--weights={weights}"]
-        running = [_start(made, n, words, out) for n in range(2)]
-        return _result([finish(each, 700) for each in running], out)
+        running = [start_worker(made, n, words, out) for n in range(2)]
+        found: dict[str, Any] = read_result([finish(each, 700) for each in running], out)
+        return found
 
 
 def measure_loss(rate: str, steps: int, start: int) -> list[dict[str, Any]]:
@@ -181,7 +164,7 @@ def measure_cut(steps: int) -> list[dict[str, Any]]:
             words = ["--nnodes=3:4", "--max-restarts=5", "--rdzv-conf=last_call_timeout=2"]
             words += [__file__, f"--steps={steps}", "--side=diloco"]
             words += [f"--folder={Path(folder) / 'checkpoints'}"]
-            running = [_start(made, n, words, out) for n in range(4)]
+            running = [start_worker(made, n, words, out) for n in range(4)]
             if rows:
                 at = _wait_step(Path(folder), EVERY + EVERY // 2, 4)
                 made.cut(3)
@@ -189,7 +172,7 @@ def measure_cut(steps: int) -> list[dict[str, Any]]:
                 made.heal(3)
                 _wait_step(Path(folder), at, 4)
             ends = [finish(each, 700) for each in running]
-            found = _result(ends[:3], out)
+            found = read_result(ends[:3], out)
         loss = found["loss"]
         rows.append({"what": what, "loss": loss, "ratio": loss / rows[0]["loss"] if rows else 1.0})
     return rows

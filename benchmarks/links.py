@@ -3,8 +3,6 @@
     with hosts(2, rate="100mbit") as made:
         ends = made.run(["--nnodes=2", f"--host={made.address(0)}", "train.py"], folder)
 
-    python benchmarks/links.py [--rate 1gbit]    # what a link of this rate really carries
-
 Root only, with `ip` and `tc` of iproute2. The namespaces are those of `tests/e2e/hosts.py`; here `tc` shapes
 them with a token bucket (tbf), on both ends of each cable: a host sends and receives at most at this rate, in
 each direction, however many others send to it. Everything is removed at the end, also after an error, Ctrl-C
@@ -14,11 +12,9 @@ pair, some ten microseconds. The first `BURST_KB` of a message pass at once: mea
 
 from __future__ import annotations
 
-import argparse
+import json
 import signal
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +24,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 from hosts import Hosts, missing_tool
 from launching import finish, start, unused_port
-from tables import publish
 
 __all__ = ["LinkedHosts", "finish", "hosts", "start", "unused_port"]
 
@@ -45,10 +40,6 @@ class LinkedHosts(Hosts):
         for number in range(self.count):
             self.call(number, "tc", "qdisc", "replace", "dev", "eth0", *words)
             self.call_in_switch("tc", "qdisc", "replace", "dev", f"port{number}", *words)
-
-    def sent_bytes(self, number: int) -> int:
-        """Bytes that a host has sent since it exists, with their headers, and without its loopback."""
-        return int(self.call(number, "cat", "/sys/class/net/eth0/statistics/tx_bytes"))
 
 
 @contextmanager
@@ -81,44 +72,25 @@ def hosts(count: int, rate: str | None = None) -> Iterator[LinkedHosts]:
         signal.signal(signal.SIGTERM, before)
 
 
-_SIZE = 16 << 20
+def sent_bytes() -> int:
+    """Bytes that the host of this process has sent to others, with headers; 0 without a link of its own."""
+    path = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(path.read_text()) if path.exists() else 0
 
 
-def _receive(address: str) -> None:
-    with socket.create_server((address, 9000)) as server:
-        print("listening", flush=True)
-        connection = server.accept()[0]
-        for size in (1 << 20, _SIZE - (1 << 20)):  # TCP reaches the rate within the first MiB
-            left, began = size, time.perf_counter()
-            while left:
-                left -= len(connection.recv(min(left, 1 << 20)))
-        print(size * 8e-6 / (time.perf_counter() - began))
+def start_worker(made: LinkedHosts, number: int, words: list[str], out: Path) -> Any:
+    """Start `paceline run` on a host; the script gets `--worker=OUT`, where rank 0 writes its result."""
+    more = {"PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
+    words = ["run", f"--host={made.address(0)}", *words, f"--worker={out}"]
+    return made.start(number, words, out.parent, **more)
 
 
-def measure(rate: str) -> dict[str, Any]:
-    """Megabits per second of one TCP connection between two hosts."""
-    with hosts(2, rate) as made:
-        words = [sys.executable, __file__, "--receive", made.address(0)]
-        receiver = made.spawn(0, words, Path.cwd())
-        assert receiver.stdout is not None
-        receiver.stdout.readline()
-        send = f"import socket; socket.create_connection(('{made.address(0)}', 9000)).sendall"
-        finish(made.spawn(1, [sys.executable, "-c", f"{send}(bytes({_SIZE}))"], Path.cwd()))
-        carried = float(finish(receiver).out)
-        return {"rate": rate, "mbit_per_s": carried, "sent_bytes": made.sent_bytes(1)}
+def read_result(ends: list[Any], out: Path) -> Any:
+    """What rank 0 has written.
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", nargs="+", default=["100mbit", "1gbit", "10gbit"])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--receive", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.receive:
-        _receive(options.receive)
-    else:
-        publish("links", [measure(rate) for rate in options.rate], as_json=options.json)
-
-
-if __name__ == "__main__":
-    main()
+    Raises:
+        SystemExit: a process failed; with what all have printed.
+    """
+    if any(end.code for end in ends):
+        raise SystemExit("".join(end.err for end in ends))
+    return json.loads(out.read_text())

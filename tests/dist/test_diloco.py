@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from small_trainings import (
     train,
 )
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import Mesh
+from paceline.errors import ConfigError
 from paceline.testing import run_ranks
 
 AVERAGE = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -33,26 +36,53 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def _averaged(job: Any) -> Any:
-    wrap = paceline.fsdp if job.mesh is not None and job.mesh.dp_shard > 1 else None
+def _averaged(job: Any, wrap: Any = None) -> Any:
     model = paceline.diloco(job, small_net(), **AVERAGE, wrap=wrap)
     return train(make_training(job, model, make_data(), global_batch=7, micro_batch=2), until=6)
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(dp_replicate=2), Mesh(dp_replicate=2, dp_shard=2)], ids=["2 hosts", "2x2 FSDP"]
+    ("mesh", "wrap"),
+    [
+        (Mesh(dp_replicate=2), None),
+        (Mesh(dp_replicate=2, dp_shard=2), paceline.fsdp),
+        pytest.param(
+            Mesh(dp_replicate=2),
+            functools.partial(paceline.fsdp, param_dtype=torch.float32),
+            marks=pytest.mark.ci,
+        ),
+    ],
+    ids=["2 hosts", "2x2 FSDP", "FSDP of one rank"],
 )
-def test_averaging_after_each_step_of_sgd_is_synchronous_training(mesh: Mesh) -> None:
+def test_averaging_after_each_step_of_sgd_is_synchronous_training(mesh: Mesh, wrap: Any) -> None:
     """Hosts get 3 and 4 of 7 samples, and 1 sample in the last step of an epoch."""
     [one] = run_ranks(_averaged, nproc=1)
-    for rank in run_ranks(_averaged, nproc=mesh.data_size, mesh=mesh):
+    for rank in run_ranks(_averaged, wrap, nproc=mesh.data_size, mesh=mesh):
+        assert_close(rank, one, 1e-5)
+
+
+def _on_uneven_hosts(job: Any) -> Any:
+    """One host has one rank, the other two."""
+    job.local_rank = (0, 0, 1)[job.rank]
+    with pytest.raises(ConfigError, match="different numbers of ranks"):
+        paceline.diloco(job, small_net(), every=1, wrap=paceline.fsdp)
+    return _averaged(job)
+
+
+@pytest.mark.ci
+def test_hosts_of_different_sizes_average_whole_models_only() -> None:
+    [one] = run_ranks(_averaged, nproc=1)
+    for rank in run_ranks(_on_uneven_hosts, nproc=3):
         assert_close(rank, one, 1e-5)
 
 
 def _train(
     job: Any, folder: str | None, stop: int | None, options: dict[str, Any], until: int = 10
 ) -> Any:
-    """The weights of this host and the outer ones. With `stop`, the loop is left in this step."""
+    """The weights of this host and the outer ones.
+
+    With `stop`, the loop is left in this step, and a validation loop is left open in the step before.
+    """
     wrap = functools.partial(paceline.fsdp, blocks=nn.Linear)
     sharded = job.mesh is not None and job.mesh.dp_shard > 1
     model = paceline.diloco(job, small_net(), wrap=wrap if sharded else None, **options)
@@ -62,6 +92,9 @@ def _train(
         step.update(clip_norm=1.0)
         if step.number == stop:
             break
+        if stop and step.number == stop - 1 and not sharded:
+            job.left_open = paceline.parts(job, model, make_data(), micro_batch=2)
+            next(job.left_open)
     outer = training._context.strategy.whole_state(model)
     own = {
         name: p.detach().full_tensor() if sharded else p.detach()
@@ -255,6 +288,11 @@ def _refused(job: Any, kind: str) -> None:
         model = paceline.diloco(job, net, every=2)
         net[0].requires_grad_(True)
         make_training(job, model, make_data())
+    elif kind == "frozen when saved":
+        net = small_net()
+        net[0].requires_grad_(False)
+        before = make_training(job, paceline.diloco(job, net, every=2), make_data())
+        make_training(job, wrap(), make_data()).load_state_dict(before.state_dict())
     elif kind == "auto":
         batches = paceline.Batches(job, make_data(), global_batch=4, micro_batch="auto")
         model = wrap()
@@ -267,7 +305,16 @@ def _refused(job: Any, kind: str) -> None:
 
 def _all_refused(job: Any) -> dict[str, tuple[str, str]]:
     kinds = ["every", "momentum", "learning rate", "dtype", "fragments", "disagreement", "wrapped"]
-    kinds += ["twice", "complex", "syncbn", "unfrozen later", "auto", "reproducible", "recheck"]
+    kinds += [
+        "twice",
+        "complex",
+        "syncbn",
+        "unfrozen later",
+        "frozen when saved",
+        "auto",
+        "reproducible",
+    ]
+    kinds += ["recheck"]
     return refusals(job, _refused, kinds)
 
 
@@ -276,7 +323,7 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
 
 
 def _left_open(job: Any) -> Any:
-    """Weights of this host after a validation loop that was left, and stays open, and one more step."""
+    """Weights of this host after validation loops that were left, and stay open, also in the last step."""
     found = []
     for leaves in (False, True):
         model = paceline.diloco(job, small_net(), every=4)
@@ -284,10 +331,10 @@ def _left_open(job: Any) -> Any:
         for step in training.steps(until=3):
             step.run(lambda batch, model=model: loss_sum(model, batch), reduction="sum")
             step.update()
-            if leaves and step.number == 2:
-                parts = paceline.parts(job, model, make_data(), micro_batch=2)
-                next(parts)
-                job.left_open = parts
+            if leaves and step.number >= 2:
+                job.left_open = paceline.parts(job, model, make_data(), micro_batch=2)
+                next(job.left_open)
+        job.left_open = None
         found.append([p.detach().clone() for p in model.parameters()])
         # A state that was not merged over hosts loads on its own host.
         training.load_state_dict(training.state_dict())
@@ -306,7 +353,7 @@ def _drifts(job: Any) -> None:
         step.run(lambda batch: loss_sum(model, batch), reduction="sum")
         step.update()
         if step.number == 2 and job.rank == 1:
-            next(training._context.strategy._outers[0].vectors())[1][0] += 1  # as faulty memory
+            training._context.strategy._outers[0].fragments[0].weights[0] += 1  # as faulty memory
 
 
 def test_outer_weights_that_drift_apart_are_found() -> None:
@@ -335,3 +382,48 @@ def test_a_preemption_in_the_last_step_brings_the_hosts_together() -> None:
     )
     assert number == 6
     assert all(map(torch.equal, first, second))
+
+
+def _begun_with(job: Any, path: str) -> list[dict[str, torch.Tensor]]:
+    """Weights after one step that begins with loaded weights: before the training, and after three steps."""
+    x, y = make_data(1, torch.bfloat16)[:]
+    data, found = TensorDataset(x.expand(4, 4), y.expand(4)), []
+    for steps in (0, 3):
+        model = paceline.diloco(job, small_net().bfloat16(), every=2)
+        training = make_training(job, model, data)
+        if steps:
+            train(training, until=steps)
+        paceline.load_weights(model, path)
+        training.export(f"{path}.{steps}")
+        found.append(train(training, until=steps + 1).weights)
+    return found
+
+
+@pytest.mark.ci
+def test_a_training_begins_with_the_weights_that_were_loaded(tmp_path: Path) -> None:
+    loaded = {name: value.bfloat16() + 1 for name, value in small_net().state_dict().items()}
+    path = str(tmp_path / "weights.pt")
+    torch.save(loaded, path)
+    for first, later in run_ranks(_begun_with, path, nproc=2, mesh=Mesh(dp_replicate=2)):
+        for name, value in loaded.items():
+            assert torch.equal(first[name], later[name]), name
+            for steps in (0, 3):
+                exported = torch.load(f"{path}.{steps}")[name]
+                assert exported.dtype == torch.bfloat16
+                assert torch.equal(exported, value), name
+
+
+def _waits_long(job: Any) -> int:
+    job.timeout_s = 1.0
+    model = paceline.diloco(job, small_net(), every=2)
+    training = make_training(job, model, make_data(), global_batch=7)
+    for step in training.steps(until=2):
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
+        time.sleep(2.0 * job.rank * (step.number == 2))
+        step.update()
+    return int(training.number)
+
+
+@pytest.mark.ci
+def test_an_exchange_may_take_longer_than_other_collectives() -> None:
+    assert run_ranks(_waits_long, nproc=2, mesh=Mesh(dp_replicate=2)) == [2, 2]

@@ -23,7 +23,6 @@ SMALLEST = {
     "frameworks": "--rounds=1 --only tiny",
     "gpu": "--rounds=1",
     "layouts": "--rounds=1 --steps=1 --width=64",
-    "links": "--rate=1gbit",
     "loader": "--rounds=1",
     "memory": "--rounds=1 --width=64",
     "overhead": "--rounds=1 --steps=20",

@@ -85,22 +85,6 @@ class Planner:
         return self._layout
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor; importing that class would take 0.4 s."""
-    return hasattr(tensor, "placements")
-
-
-def sharded_like(own: Any, value: Any) -> Any:
-    """Shard `value`, which all ranks hold whole, as `own` is sharded. Other values are returned unchanged."""
-    whole = isinstance(value, torch.Tensor) and not is_sharded(value)
-    if not is_sharded(own) or not whole or value.shape != own.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    value = value.to(own.device)
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
-
-
 def described(value: Any) -> str:
     """What values must have in common to be loaded: the shape, and whether they are complex."""
     if value is None:

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint import codec, layout
 from paceline.checkpoint.manifest import Chunk, Manifest
 from paceline.checkpoint.store import Store, check_sizes, read_chunk
+from paceline.parallel.modules import is_sharded
 
 _THREADS = 4
 
@@ -39,11 +40,7 @@ def read(
         dtype, template = getattr(torch, saved.dtype), like(name)
         if not wants(name):
             found[name] = torch.empty(0, dtype=dtype)
-        elif (
-            template is not None
-            and layout.is_sharded(template)
-            and tuple(template.shape) == saved.shape
-        ):
+        elif template is not None and is_sharded(template) and tuple(template.shape) == saved.shape:
             found[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
         else:
             found[name] = torch.empty(saved.shape, dtype=dtype)

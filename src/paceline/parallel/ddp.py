@@ -32,6 +32,7 @@ from paceline.parallel.modules import (
     unreached_error,
     unwrap,
     warn_untrained,
+    wrapped_by,
 )
 from paceline.parallel.strategy import Strategy
 from paceline.shm.group import ShmGroup
@@ -319,16 +320,22 @@ def check_parameters(
         # An optimizer may own parameters of several models, each with a wrapper of its own.
         handled = {id(p) for wrapper in wrappers for p in _handled_parameters(wrapper)}
         for model in models:
-            _refuse_unknown(job, model, owned_parameters(*optimizers), handled)
+            refuse_unknown(job, model, owned_parameters(*optimizers), handled)
         for wrapper in wrappers:
             _refuse_frozen(job, wrapper)
     for model in models:
         warn_untrained(model, optimizers)
 
 
-def _refuse_unknown(
+def refuse_unknown(
     job: Job, model: nn.Module, owned: Sequence[torch.Tensor], handled: set[int]
 ) -> None:
+    """Raise StepError for trained parameters that `ddp` or `diloco` does not handle.
+
+    Args:
+        owned: The parameters of the optimizers.
+        handled: The ids of those that are handled.
+    """
     inner = unwrap(model)
     trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
     named = {id(p): name for name, p in inner.named_parameters()}
@@ -339,17 +346,20 @@ def _refuse_unknown(
     ]
     if not unknown:
         return
-    if find_wrapper(model) is None:
+    wrap = wrapped_by(model)
+    if not wrap:
         why = "the model is not wrapped, so each rank would train its own copy."
         fix = "model = paceline.ddp(job, model)."
     else:
         why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
         fix = (
-            "call paceline.ddp(...) when all parameters are in the model and unfrozen, and give the result "
-            "to Training. To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
+            f"call {wrap}(...) when all parameters are in the model and unfrozen, and give the result to "
+            "Training."
         )
+        if wrap == "paceline.ddp":
+            fix += " To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
     raise StepError(
-        f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
+        f"{wrap or 'paceline.ddp'} does not know {listed(unknown)}: they would differ over ranks.",
         where=job.where(),
         why=why,
         fix=fix,

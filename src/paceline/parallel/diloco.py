@@ -15,14 +15,14 @@ exchange them through Gloo, on any device.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,24 +33,26 @@ from paceline import log
 from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import ConfigError, StepError, listed
+from paceline.errors import CheckpointError, ConfigError, listed
 from paceline.job import collectives
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.exchange import FOREVER, Exchange
 from paceline.job.job import Job
 from paceline.job.mesh import DataAxis
 from paceline.job.recovery import SET_UP, needs_all_ranks
-from paceline.parallel.ddp import DDPStrategy, ddp
+from paceline.parallel.ddp import DDPStrategy, ddp, refuse_unknown
 from paceline.parallel.modules import (
     DILOCO,
     agree_on_parameters,
     broadcast_state,
+    is_sharded,
     is_split,
     local,
     owned_parameters,
     plain_name,
     refuse_module,
     refuse_wrapped,
+    sharded_like,
     unwrap,
     whole,
 )
@@ -59,6 +61,8 @@ from paceline.parallel.syncbn import SyncBatchNorm
 
 Wrap = Callable[[Job, nn.Module], nn.Module]
 Named = dict[str, torch.Tensor]
+Parameters = list[tuple[list[str], nn.Parameter]]  # with all names of tied ones
+Code = Callable[[torch.Tensor], torch.Tensor]
 
 # Steps between the begin of a fragment's exchange and its result, as in Streaming DiLoCo. A fixed number, so
 # that the weights do not depend on how fast the link is.
@@ -77,7 +81,7 @@ def diloco(
     outer_dtype: str = "fp32",
     wrap: Wrap | None = None,
 ) -> nn.Module:
-    """Wrap `module` so that each host trains it alone, and the hosts average their weights every few steps.
+    """Wrap `module` so that the ranks of a host train together, and hosts average their weights now and then.
 
     The hosts are those of the launcher, or, with a mesh, the `dp_replicate` groups of `dp_shard` ranks. The
     result is not that of one process; [slow links](../howto/slow_links.md) says what holds instead.
@@ -103,9 +107,9 @@ def diloco(
             module.
         RankDisagreement: the ranks' parameters or options differ; the error names the first difference.
 
-    Cost: host memory for two copies of the parameters (with FSDP of this rank's part), one more while
-    parts are exchanged. A host sends `2 (N - 1) / N` times the parameters in `outer_dtype` every `every`
-    steps, for N hosts.
+    Cost: every rank keeps two copies of the parameters in fp32 in host memory (with FSDP of its part), and
+    four while they are exchanged. With FSDP a save copies them to the device. A host sends
+    `2 (N - 1) / N` times the parameters in `outer_dtype` every `every` steps, for N hosts.
 
     Collective: all ranks, once for each model, in the same order.
     """
@@ -118,11 +122,7 @@ def diloco(
             f"outer_dtype must be one of {listed(list(_CODES))}, got {outer_dtype!r}."
         )
     if fragments > every:
-        raise ConfigError(
-            f"fragments={fragments} is more than every={every}.",
-            why="each fragment has a step of its own for its exchange.",
-            fix=f"fragments={every}, or fewer.",
-        )
+        raise ConfigError(f"fragments must be at most every={every}, got {fragments}.")
     if job.data.size != job.world_size:
         raise ConfigError(
             f"diloco averages replicas of the model, but the mesh is {job.mesh}.",
@@ -144,9 +144,9 @@ def diloco(
     if wrap is None and job.mesh is not None and job.mesh.dp_shard > 1:
         from paceline.parallel.fsdp import fsdp as wrap  # importing FSDP2 takes 0.5 s
     wrapped = (wrap or ddp)(hosts.job, module)
-    link = _Link(job, hosts, outer_dtype, is_split=is_split(wrapped))
-    inner, settings = unwrap(wrapped), {"lr": outer_lr, "momentum": outer_momentum}
-    inner.__dict__[DILOCO] = Outer(inner, link, every=every, fragments=fragments, **settings)
+    host_sum = HostSum(job, hosts, outer_dtype, is_split=is_split(wrapped))
+    outer = Outer(unwrap(wrapped), host_sum, every, outer_lr, outer_momentum, fragments)
+    unwrap(wrapped).__dict__[DILOCO] = outer
     return wrapped
 
 
@@ -169,12 +169,12 @@ class Hosts:
 
 
 _hosts: WeakKeyDictionary[Job, Hosts] = WeakKeyDictionary()
+_new_groups: Any = dist.new_subgroups_by_enumeration  # has no annotations
 
 
 def _find_hosts(job: Job) -> Hosts:
     if job.mesh is not None:
-        size = job.mesh.dp_shard
-        firsts = list(range(0, job.world_size, size))
+        firsts = list(range(0, job.world_size, job.mesh.dp_shard))
     else:
         local_ranks = collectives.gather(job, job.local_rank, call=SET_UP)
         firsts = [rank for rank, number in enumerate(local_ranks) if number == 0]
@@ -191,12 +191,11 @@ def _find_hosts(job: Job) -> Hosts:
     job.state_ranks = tuple(firsts)
     host, size = copy.copy(job), len(ranks[index])
     host.world_size, host.mesh, host.device_mesh = size, None, None
-    if len(ranks) == 1:
-        return Hosts(ranks, 0, host)
     host.group = host.control = host.exchange = None
-    if max(map(len, ranks)) > 1:
-        host.group = _group_of(job, ranks)
-        host.control = _group_of(job, ranks, backend="gloo", timeout=FOREVER)
+    if several := [own for own in ranks if len(own) > 1]:
+        host.group, _ = _new_groups(several, timeout=timedelta(seconds=job.timeout_s))
+        host.control, _ = _new_groups(several, backend="gloo", timeout=FOREVER)
+    if host.control is not None:
         assert job.store is not None
         assert job.peers is not None
         host.exchange = Exchange(
@@ -207,18 +206,9 @@ def _find_hosts(job: Job) -> Hosts:
             failure=job.peers.failure,
         )
         job.on_leave(host.exchange.close)
-    if size == 1:
-        host.group = host.control = None
     place = ranks[index].index(job.rank)
     host._data = DataAxis(place, size, host.group, host.control, tuple(range(size)), True)
     return Hosts(ranks, index, host)
-
-
-def _group_of(job: Job, lists: Iterable[Sequence[int]], **options: Any) -> Any:
-    """The group of this rank among those of `lists`; None if it is in none. All ranks make all groups."""
-    options = {"timeout": timedelta(seconds=job.timeout_s)} | options
-    made = [(ranks, dist.new_group(list(ranks), **options)) for ranks in lists]
-    return next((group for ranks, group in made if job.rank in ranks), None)
 
 
 # What is sent.
@@ -239,7 +229,7 @@ def _from_int8(data: torch.Tensor) -> torch.Tensor:
     return values.mul_(scales.view(torch.float32)[:, None]).view(-1)
 
 
-_CODES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] | None] = {
+_CODES: dict[str, tuple[Code, Code] | None] = {
     "fp32": None,
     "bf16": (
         lambda values: values.bfloat16().view(torch.uint8),
@@ -249,49 +239,60 @@ _CODES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]
 }
 
 
-class _Link:
-    """Sums vectors over the hosts.
-
-    Attributes:
-        hosts: The hosts.
-    """
+class HostSum:
+    """Sums vectors over the hosts, in a thread."""
 
     def __init__(self, job: Job, hosts: Hosts, dtype: str, *, is_split: bool) -> None:
-        self.job, self.hosts = job, hosts
-        self._code = _CODES[dtype]
+        self._job, self.hosts, self._code = job, hosts, _CODES[dtype]
         self._between = self._inside = None
         if len(hosts.ranks) == 1:
             return
-        if is_split and len({len(own) for own in hosts.ranks}) > 1:
+        # `fsdp` leaves the module of a host of one rank as it is.
+        is_split = any(collectives.gather(job, is_split, call=SET_UP))
+        sizes = sorted({len(own) for own in hosts.ranks})
+        if is_split and len(sizes) > 1:
             raise ConfigError(
-                f"hosts have different numbers of ranks: {sorted({len(own) for own in hosts.ranks})}.",
+                f"hosts have different numbers of ranks: {sizes}.",
                 why="each rank of a host exchanges its part of the model with one rank of each other host.",
                 fix="use as many ranks on each host, or wrap=paceline.ddp.",
             )
-        if is_split:  # each rank has a part of its own
-            self._between = _group_of(job, zip(*hosts.ranks, strict=True), backend="gloo")
-        else:  # the first rank of each host sends, for all of its host
-            self._between = _group_of(job, [[own[0] for own in hosts.ranks]], backend="gloo")
-            if max(map(len, hosts.ranks)) > 1:
-                self._inside = _group_of(job, hosts.ranks, backend="gloo")
+        # Of ranks with the same part of the model. If all have the whole, the first of a host sends for it.
+        lists = list(zip(*hosts.ranks, strict=True)) if is_split else [[r[0] for r in hosts.ranks]]
+        # On a slow link a part may take longer than `timeout_s`.
+        self._between, _ = _new_groups(lists, backend="gloo", timeout=FOREVER)
+        if not is_split and sizes[-1] > 1:
+            self._inside, _ = _new_groups(hosts.ranks, backend="gloo", timeout=FOREVER)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over hosts, in place, the same bits on all of them. `values`: float32, in host memory."""
-        if self._between is not None:
-            if self._code is None:
+    def start(self, values: torch.Tensor) -> Future[torch.Tensor]:
+        """Begin to sum float32 values in host memory, in place; the same bits on all hosts.
+
+        One sum at a time, so that all hosts call the collectives in the same order.
+        """
+        future: Future[torch.Tensor] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._sum(values))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # Not of a ThreadPoolExecutor: at exit Python would wait for Gloo.
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        try:
+            if self._between is not None and self._code is None:
                 dist.all_reduce(values, group=self._between)
-            else:
+            elif self._between is not None and self._code is not None:
                 values.copy_(self._sum_of_codes(values, *self._code))
-        if self._inside is not None:
-            dist.broadcast(values, group=self._inside, group_src=0)
+            if self._inside is not None:
+                dist.broadcast(values, group=self._inside, group_src=0)
+        except RuntimeError as error:
+            self._job.reraise(error)
         return values
 
-    def _sum_of_codes(
-        self,
-        values: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        decode: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def _sum_of_codes(self, values: torch.Tensor, encode: Code, decode: Code) -> torch.Tensor:
         """As a ring all-reduce sends: each host sums one part for all, and sends the sum of it to all."""
         number = len(self.hosts.ranks)
         part = -(-values.numel() // (number * _BLOCK)) * _BLOCK
@@ -308,7 +309,7 @@ class _Link:
 # The outer optimizer.
 
 
-class _Fragment:
+class Fragment:
     """Some parameters, and the outer optimizer's state of them: vectors of float32 or wider in host memory.
 
     Attributes:
@@ -316,21 +317,17 @@ class _Fragment:
         samples: What each host has trained on since the last outer step.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int, hosts: int) -> None:
+    def __init__(self, named: Parameters, offset: int, hosts: int) -> None:
         self.named, self.offset = named, offset
         self._sizes = [local(p.detach()).numel() for _, p in named]
-        dtypes = [p.dtype for _, p in named]
-        self._dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self._dtype = max([torch.float32, *(p.dtype for _, p in named)], key=lambda d: d.itemsize)
         self.weights = self.read()
         self.velocity = torch.zeros_like(self.weights)
         self.samples = [0] * hosts
 
     def read(self) -> torch.Tensor:
         """The weights of this host."""
-        return self._vector([local(p.detach()) for _, p in self.named])
-
-    def _vector(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.reshape(-1).to("cpu", self._dtype) for part in parts])
+        return self.vector(self.parameters())
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
@@ -338,126 +335,81 @@ class _Fragment:
             own = local(p.detach())
             own.copy_(part.view(own.shape))
 
+    def parameters(self) -> Named:
+        return {name: p.detach() for names, p in self.named for name in names}
+
     def tensors(self, values: torch.Tensor) -> Named:
-        """A vector as tensors by name, sharded as the parameters; they share its memory."""
-        parts = torch.split(values, self._sizes)
-        return {name: _shaped(part, p) for (name, p), part in zip(self.named, parts, strict=True)}
+        """A vector as tensors by name, sharded as the parameters."""
+        parts = zip(self.named, torch.split(values, self._sizes), strict=True)
+        shaped = [(names, _shaped(part, p.detach())) for (names, p), part in parts]
+        return {name: tensor for names, tensor in shaped for name in names}
 
     def vector(self, tensors: Mapping[str, Any]) -> torch.Tensor:
         """A vector from tensors by name, sharded as the parameters, or whole."""
-        return self._vector([_part_of(tensors[name], p) for name, p in self.named])
+        parts = [local(sharded_like(p, tensors[names[0]])) for names, p in self.named]
+        return torch.cat([part.reshape(-1).to("cpu", self._dtype) for part in parts])
 
 
 def _shaped(part: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    own = part.view(local(p.detach()).shape)
-    if not hasattr(p, "placements"):
+    own = part.view(local(p).shape)
+    if not is_sharded(p):
         return own
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(p, DTensor)
-    return DTensor.from_local(
-        own.to(p.device), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-    )
+    tensor = torch.empty_like(p, dtype=part.dtype)
+    local(tensor).copy_(own)
+    return tensor
 
 
-def _part_of(tensor: torch.Tensor, p: Any) -> torch.Tensor:
-    """This rank's part of a tensor that is sharded as a parameter, or whole."""
-    if hasattr(p, "placements") and not hasattr(tensor, "placements"):
-        from torch.distributed.tensor import distribute_tensor
+class _Exchange(NamedTuple):
+    """An exchange in progress."""
 
-        tensor = distribute_tensor(
-            tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None
-        )
-    return local(tensor)
-
-
-class _Pending:
-    """An exchange in progress, in a thread. Only it uses its groups, so their order is that of the steps.
-
-    Attributes:
-        due: The step after which the result is taken.
-        sent: The weights of this host at the begin.
-    """
-
-    def __init__(
-        self, fragment: int, due: int, sent: torch.Tensor, values: torch.Tensor, link: _Link | None
-    ) -> None:
-        self.fragment, self.due, self.sent, self._values = fragment, due, sent, values
-        self._link = link
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self._link is not None:  # else it was loaded with its result
-                self._link.sum(self._values)
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> torch.Tensor:
-        self._thread.join()
-        if self._error is not None:
-            assert self._link is not None
-            self._link.job.reraise(self._error)
-        return self._values
+    number: int  # of the fragment
+    due: int  # the step after which the result is taken
+    sent: torch.Tensor  # the weights of this host at the begin
+    gradient: Future[torch.Tensor]
 
 
 class Outer:
-    """The outer optimizer of one model.
-
-    Attributes:
-        hosts: Which take part.
-        is_new: Whether nothing was trained or loaded yet.
-    """
+    """The outer optimizer of one model."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        link: _Link,
-        *,
-        every: int,
-        lr: float,
-        momentum: float,
-        fragments: int,
+        self, module: nn.Module, sums: HostSum, every: int, lr: float, momentum: float, parts: int
     ) -> None:
-        self.hosts, self._link, self.every = link.hosts, link, every
-        self._lr, self._momentum = lr, momentum
-        names: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several
+        self.hosts, self._sums = sums.hosts, sums
+        self.every, self._lr, self._momentum = every, lr, momentum
+        names: dict[nn.Parameter, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
                 names.setdefault(p, []).append(plain_name(module, name))
-        named = [(own[0], p) for p, own in names.items()]
-        self._tied = {name: own[0] for own in names.values() for name in own}
-        fragments = min(fragments, len(named))
-        self._fragments = [
-            _Fragment(own, (i + 1) * every // fragments % every, len(self.hosts.ranks))
-            for i, own in enumerate(_cut(named, fragments))
+        cut = _cut([(own, p) for p, own in names.items()], parts)
+        self.fragments = [
+            Fragment(own, (i + 1) * every // len(cut) % every, len(self.hosts.ranks))
+            for i, own in enumerate(cut)
         ]
-        self._delay = 0 if fragments == 1 else min(_OVERLAP_STEPS, every // fragments)
-        self._pending: _Pending | None = None
-        self.is_new = True
-        self._takes_outer = False  # was loaded from another number of hosts
-        self._own: list[torch.Tensor] | None = (
-            None  # weights of this host, while the outer ones are in place
-        )
+        self._delay = 0 if len(cut) == 1 else min(_OVERLAP_STEPS, every // len(cut))
+        self._exchange: _Exchange | None = None
+        self._is_training = False
+        self._own: list[torch.Tensor] | None = None  # see `place`
 
     def begin(self) -> None:
-        """The training begins, perhaps with weights that were loaded since `diloco`."""
-        for fragment in self._fragments:
-            if self.is_new:
-                fragment.weights = fragment.read()
-            elif self._takes_outer:
-                fragment.write(fragment.weights)
-        self.is_new = self._takes_outer = False
+        self._take_loaded()
+        self._is_training = True
+
+    def _take_loaded(self) -> None:
+        """Before a training: begin anew if other weights than the outer ones were loaded into the model."""
+        for fragment in () if self._is_training else self.fragments:
+            own = fragment.read()
+            fragment.write(fragment.weights)  # in the dtypes of the parameters
+            if not torch.equal(fragment.read(), own):
+                fragment.write(own)
+                fragment.weights, fragment.velocity = own, torch.zeros_like(own)
 
     def after_step(self, step: int, samples: Sequence[int]) -> None:
         """Begin and end exchanges after a step. `samples`: how many each host has trained on."""
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.samples = [a + b for a, b in zip(fragment.samples, samples, strict=True)]
-        if self._pending is not None and step >= self._pending.due:
+        if self._exchange is not None and step >= self._exchange.due:
             self._end_exchange()
-        for number, fragment in enumerate(self._fragments):
+        for number, fragment in enumerate(self.fragments):
             if step % self.every == fragment.offset:
                 self._begin_exchange(number, step + self._delay)
                 if not self._delay:
@@ -465,158 +417,124 @@ class Outer:
 
     def end(self) -> None:
         """Bring the hosts together: an outer step of all that was trained since the last one."""
-        if self._pending is not None:
+        self.give_back()
+        if self._exchange is not None:
             self._end_exchange()
-        for number, fragment in enumerate(self._fragments):
+        for number, fragment in enumerate(self.fragments):
             if sum(fragment.samples):
                 self._begin_exchange(number, 0)
                 self._end_exchange()
             fragment.write(fragment.weights)
+        self._is_training = False
 
     def _begin_exchange(self, number: int, due: int) -> None:
-        if self._pending is not None:  # of a run with another `every`
+        if self._exchange is not None:  # of a run with another `every`
             self._end_exchange()
-        fragment = self._fragments[number]
+        fragment = self.fragments[number]
         sent = fragment.read()
         share = fragment.samples[self.hosts.index] / sum(fragment.samples)
         fragment.samples = [0] * len(fragment.samples)
         difference = (fragment.weights - sent).mul_(share)
-        self._pending = _Pending(number, due, sent, difference, self._link)
+        self._exchange = _Exchange(number, due, sent, self._sums.start(difference))
 
     def _end_exchange(self) -> None:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        clock.enter(COMMUNICATION)
-        fragment = self._fragments[pending.fragment]
-        self._take_step(fragment, pending.result())
-        if self._delay:  # what this host has learned since then stays
-            fragment.write(fragment.read().add_(fragment.weights - pending.sent))
-        else:
-            fragment.write(fragment.weights)
-
-    def _take_step(self, fragment: _Fragment, gradient: torch.Tensor) -> None:
-        """As torch.optim.SGD(nesterov=True)."""
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        with clock.during(COMMUNICATION):
+            gradient = exchange.gradient.result()
+        fragment = self.fragments[exchange.number]
+        # As torch.optim.SGD(nesterov=True).
         fragment.velocity.mul_(self._momentum).add_(gradient)
         change = gradient.add(fragment.velocity, alpha=self._momentum)
-        fragment.weights.sub_(change, alpha=self._lr)
+        new = fragment.weights.sub_(change, alpha=self._lr)
+        if self._delay:  # what this host has learned since then stays
+            new = fragment.read().add_(new - exchange.sent)
+        fragment.write(new)
 
-    def refuse_unknown(self, module: nn.Module, owned: Iterable[torch.Tensor]) -> None:
-        """Raise StepError for trained parameters that are not averaged."""
-        known = {id(p) for fragment in self._fragments for _, p in fragment.named}
-        named = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        unknown = [name for key, name in named.items() if key not in known]
-        if unknown or any(p.requires_grad and id(p) not in {*known, *named} for p in owned):
-            raise StepError(
-                f"diloco does not know {listed(unknown) or 'some parameters of the optimizer'}: they would "
-                "differ between hosts.",
-                why="they were added or unfrozen after the model was wrapped, or are in no model.",
-                fix="call paceline.diloco(...) when all parameters are in the model and unfrozen.",
-                parameters=unknown,
-            )
+    def place(self) -> list[torch.Tensor] | None:
+        """Give the model the outer weights, unless it has them; keep and return those of this host."""
+        if self._own is not None or not self._is_training:
+            return None
+        self._own = [fragment.read() for fragment in self.fragments]
+        for fragment in self.fragments:
+            fragment.write(fragment.weights)
+        return self._own
+
+    def give_back(self) -> None:
+        own, self._own = self._own, None
+        for fragment, values in zip(self.fragments, own or (), strict=own is not None):
+            fragment.write(values)
 
     # State.
 
-    def vectors(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The fragments of the outer weights, as far as this rank has them."""
-        yield from ((i, fragment.weights) for i, fragment in enumerate(self._fragments))
+    def _by_name(self, vectors: Iterable[torch.Tensor]) -> Named:
+        both = zip(self.fragments, vectors, strict=True)
+        return {name: t for f, values in both for name, t in f.tensors(values).items()}
 
     def parameters(self) -> Named:
-        """The weights of this host by name."""
-        found = {name: p.detach() for f in self._fragments for name, p in f.named}
-        return {name: found[first] for name, first in self._tied.items()}
+        return {name: p for f in self.fragments for name, p in f.parameters().items()}
 
     def weights(self) -> Named:
         """The outer weights by name, sharded as the parameters."""
-        found = {n: t for f in self._fragments for n, t in f.tensors(f.weights).items()}
-        return {name: found[first] for name, first in self._tied.items()}
+        self._take_loaded()
+        return self._by_name(fragment.weights for fragment in self.fragments)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model has the outer weights inside of this context, or until the next step begins."""
-        if self._own is not None:  # already, by an iterator that is not closed yet
-            yield
-            return
-        self._own = own = [fragment.read() for fragment in self._fragments]
-        try:
-            for fragment in self._fragments:
-                fragment.write(fragment.weights)
-            yield
-        finally:
-            if self._own is own:
-                self.give_back()
-
-    def give_back(self) -> None:
-        """Give the model the weights of this host again."""
-        own, self._own = self._own, None
-        if own is not None:
-            for fragment, values in zip(self._fragments, own, strict=True):
-                fragment.write(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is equal on all hosts, beside the weights. Waits for an exchange in progress."""
-        pending, ahead = self._pending, None
-        if pending is not None:
-            fragment = self._fragments[pending.fragment]
-            ahead = [pending.fragment, pending.due, fragment.tensors(pending.result())]
-        return {
-            "velocity": {n: t for f in self._fragments for n, t in f.tensors(f.velocity).items()},
-            "samples": [fragment.samples for fragment in self._fragments],
-            "pending": ahead,
-        }
-
-    def host_state(self) -> dict[str, Any]:
-        """What differs between hosts."""
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is equal on all hosts, beside the weights, and what differs. Waits for an exchange."""
+        pending: list[Any] | None = None
         sent: Named = {}
-        if self._pending is not None:
-            sent = self._fragments[self._pending.fragment].tensors(self._pending.sent)
-        return {"weights": self.parameters(), "sent": sent}
+        if (exchange := self._exchange) is not None:
+            fragment = self.fragments[exchange.number]
+            gradient = fragment.tensors(exchange.gradient.result())
+            pending = [exchange.number, exchange.due, gradient]
+            sent = fragment.tensors(exchange.sent)
+        velocity = self._by_name(fragment.velocity for fragment in self.fragments)
+        samples = [fragment.samples for fragment in self.fragments]
+        weights = self.parameters() if self._own is None else self._by_name(self._own)
+        shared = {"velocity": velocity, "samples": samples, "pending": pending}
+        return shared, {"weights": weights, "sent": sent}
 
     def load(self, weights: Named, state: dict[str, Any], sent: Named | None) -> None:
         """Load a state. `sent`: of this host; None if the state is that of another number of hosts."""
-        if self._pending is not None:
-            self._pending.result()
-        self._pending, self.is_new = None, False
-        self._takes_outer = sent is None
-        matches = len(state["samples"]) == len(self._fragments)
-        for number, fragment in enumerate(self._fragments):
+        if self._exchange is not None:
+            self._exchange.gradient.result()
+        self._exchange = self._own = None
+        self._is_training = True
+        is_same = sent is not None and len(state["samples"]) == len(self.fragments)
+        none = [[0] * len(self.hosts.ranks)] * len(self.fragments)
+        each = zip(self.fragments, state["samples"] if is_same else none, strict=True)
+        for fragment, samples in each:
             fragment.weights = fragment.vector(weights)
             fragment.velocity = fragment.vector(state["velocity"])
-            fragment.samples = [0] * len(self.hosts.ranks)
-            if matches and sent is not None:
-                fragment.samples = list(state["samples"][number])
-        if matches and state["pending"] is not None:
+            fragment.samples = list(samples)
+        if is_same and sent is not None and state["pending"] is not None:
             number, due, tensors = state["pending"]
-            fragment = self._fragments[number]
-            result = fragment.vector(tensors)
-            if sent is None:
-                self._take_step(fragment, result)
-            else:
-                self._pending = _Pending(number, due, fragment.vector(sent), result, None)
+            fragment, gradient = self.fragments[number], Future[torch.Tensor]()
+            gradient.set_result(fragment.vector(tensors))
+            self._exchange = _Exchange(number, due, fragment.vector(sent), gradient)
 
 
-def _cut(
-    named: Sequence[tuple[str, nn.Parameter]], number: int
-) -> list[Sequence[tuple[str, nn.Parameter]]]:
-    """Neighbouring parameters in `number` parts of about equal sizes, none of them empty."""
-    total, at, cuts = sum(p.numel() for _, p in named), 0, [0]
-    for i, (_, p) in enumerate(named):
-        left = number - len(cuts)
-        is_full = at >= total * len(cuts) / number or len(named) - i == left
-        if i and left and is_full:
-            cuts.append(i)
+def _cut(named: Parameters, number: int) -> list[Parameters]:
+    """Neighbouring parameters in `number` parts of about equal sizes; in fewer if some are large."""
+    total, at = sum(p.numel() for _, p in named), 0
+    parts: dict[int, Parameters] = {}
+    for names, p in named:
+        middle = 2 * at + p.numel()
+        parts.setdefault(middle * number // (2 * total), []).append((names, p))
         at += p.numel()
-    return [named[a:b] for a, b in pairwise([*cuts, len(named)])]
+    return list(parts.values())
 
 
 @contextmanager
 def outer_weights(model: nn.Module) -> Iterator[None]:
     """A model of `diloco` has its outer weights inside of this context; any other model is left as it is."""
     outer: Outer | None = unwrap(model).__dict__.get(DILOCO)
-    if outer is None or outer.is_new:
+    own = None if outer is None else outer.place()
+    try:
         yield
-        return
-    with outer.in_place():
-        yield
+    finally:
+        if outer is not None and own is not None and outer._own is own:
+            outer.give_back()
 
 
 # What the strategy inside of a host does.
@@ -629,22 +547,13 @@ _AS_INSIDE = (
 class DiLoCoStrategy(Strategy):
     """The strategy of `ddp` or `fsdp` on each host, and an outer step of all hosts after every few steps."""
 
+    hosts: tuple[tuple[int, ...], ...]
+
     def prepare(self, batches: Batches) -> None:
-        self._batches = batches
         self._outers: list[Outer] = [unwrap(model).__dict__[DILOCO] for model in self._models]
         hosts = self._outers[0].hosts
         self.hosts, self._index = hosts.ranks, hosts.index
         self.gradient_job = host = hosts.job
-        self._refuse(batches)
-        # Also for one rank: it may be without samples in a step, and runs a padding micro-batch then.
-        kind: type[Strategy] = DDPStrategy
-        if any(map(is_split, self._models)):
-            from paceline.parallel.fsdp import FSDPStrategy as kind
-        self._inner = kind(host, self._models, self._optimizers, batches)
-        for name in _AS_INSIDE:
-            setattr(self, name, getattr(self._inner, name))
-
-    def _refuse(self, batches: Batches) -> None:
         what = why = ""
         if batches.num_samples is None:
             what = "a stream"
@@ -657,13 +566,20 @@ class DiLoCoStrategy(Strategy):
             why = "its forward is a collective of all hosts; plain BatchNorm needs none."
         if what:
             raise ConfigError(f"diloco cannot be combined with {what}.", why=why)
+        # Also for one rank: it may be without samples in a step, and runs a padding micro-batch then.
+        kind: type[Strategy] = DDPStrategy
+        if any(map(is_split, self._models)):
+            from paceline.parallel.fsdp import FSDPStrategy as kind
+        self._inner = kind(host, self._models, self._optimizers, batches)
+        for name in _AS_INSIDE:
+            setattr(self, name, getattr(self._inner, name))
 
     def num_samples(self, step: PlannedStep) -> int:
         return max(1, self._samples_of_hosts(step)[self._index])
 
     def _samples_of_hosts(self, step: PlannedStep) -> list[int]:
         number, size = step.num_samples, self._job.data.size
-        bounds = [number * first // size for first in (*(own[0] for own in self.hosts or ()), size)]
+        bounds = [number * first // size for first in (*(own[0] for own in self.hosts), size)]
         return [b - a for a, b in pairwise(bounds)]
 
     def begin_loop(self, step: int, last: int | None) -> None:
@@ -672,8 +588,8 @@ class DiLoCoStrategy(Strategy):
         every = max(outer.every for outer in self._outers)
         if last is not None and every > last and self._job.rank == 0:
             log.once(
-                f"diloco(every={every}) is more than the {last} steps of this training: the hosts are "
-                "averaged once, at its end."
+                f"diloco(every={every}) is more than the {last} steps of this training, whose end averages "
+                "the hosts."
             )
 
     def micro_batches(self, step: PlannedStep) -> Iterator[MicroBatch]:
@@ -693,28 +609,24 @@ class DiLoCoStrategy(Strategy):
         module = unwrap(model)
         outer = module.__dict__[DILOCO].weights()
         for name, value in self._inner.whole_state(model):
-            value = outer.get(plain_name(module, name), value)
-            yield name, whole(value) if isinstance(value, torch.Tensor) else value
+            if (weights := outer.get(plain_name(module, name))) is not None:
+                value = whole(weights).to(value.dtype)
+            yield name, value
 
     # A checkpoint has the outer weights in the place of the models, and under `strategy.hosts` the weights
     # and the optimizers of each host.
 
     def to_save(self, state: dict[str, Any]) -> dict[str, Any]:
-        hosted = [outer.host_state() for outer in self._outers]
-        own = {"models": hosted, "optimizers": [each["state"] for each in state["optimizers"]]}
+        pairs = zip(state["models"], self._outers, strict=True)
+        shared, hosted = zip(*[outer.state_dict() for outer in self._outers], strict=True)
+        optimizers = [each["state"] for each in state["optimizers"]]
+        own = {f"{self._index}": {"models": list(hosted), "optimizers": optimizers}}
         return {
             **state,
-            "models": [
-                {**model, **outer.weights()}
-                for model, outer in zip(state["models"], self._outers, strict=True)
-            ],
+            "models": [{**model, **outer.weights()} for model, outer in pairs],
             "optimizers": [{**each, "state": {}} for each in state["optimizers"]],
-            "strategy": {**state["strategy"], "hosts": {f"{self._index}": own}},
+            "strategy": {"outer": list(shared), "num_hosts": len(self.hosts), "hosts": own},
         }
-
-    def state_dict(self) -> Any:
-        outer = [outer.state_dict() for outer in self._outers]
-        return {"outer": outer, "num_hosts": len(self.hosts or ())}
 
     def wants(self, path: str) -> bool:
         kind, _, rest = path.removeprefix("strategy.").partition(".")
@@ -729,11 +641,10 @@ class DiLoCoStrategy(Strategy):
     def templates(self) -> Named:
         found: Named = {}
         for i, outer in enumerate(self._outers):
-            places = [f"outer.{i}.velocity", f"outer.{i}.pending.2"]
-            for host in {0, self._index}:
-                kinds = [f"models.{i}.weights", f"models.{i}.sent"]
-                kinds += [f"optimizers.{n}.{i}" for n in range(len(self._optimizers))]
-                places += [f"hosts.{host}.{kind}" for kind in kinds]
+            kinds = [f"models.{i}.weights", f"models.{i}.sent"]
+            kinds += [f"optimizers.{n}.{i}" for n in range(len(self._optimizers))]
+            places = [f"hosts.{host}.{kind}" for host in {0, self._index} for kind in kinds]
+            places += [f"outer.{i}.velocity", f"outer.{i}.pending.2"]
             for name, p in outer.parameters().items():
                 found |= {f"strategy.{place}.{name}": p for place in places}
         return found
@@ -741,7 +652,7 @@ class DiLoCoStrategy(Strategy):
     def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
         strategy, models = saved["strategy"], saved["models"]
         key, hosts = f"{self._index}", strategy["hosts"]
-        is_same = strategy["num_hosts"] == len(self.hosts or ()) and key in hosts
+        is_same = strategy["num_hosts"] == len(self.hosts) and key in hosts
         own = hosts[key] if is_same else hosts[min(hosts, key=int)]
         self._loaded = models, [each["sent"] if is_same else None for each in own["models"]]
         if is_same:
@@ -750,20 +661,27 @@ class DiLoCoStrategy(Strategy):
             log.logger.info(
                 "diloco: saved by %d hosts, resumed on %d: all begin with the outer weights and the "
                 "optimizer of host 0.",
-                *(strategy["num_hosts"], len(self.hosts or ())),
+                *(strategy["num_hosts"], len(self.hosts)),
             )
         pairs = zip(saved["optimizers"], own["optimizers"], strict=True)
         return {**saved, "models": models, "optimizers": [{**o, "state": s} for o, s in pairs]}
 
     def load_state_dict(self, state: Any) -> None:
         models, sent = self._loaded
+        for outer, each in zip(self._outers, state["outer"], strict=True):
+            if other := sorted(each["velocity"].keys() ^ outer.parameters().keys()):
+                raise CheckpointError(
+                    f"{listed(other)}: trained either in the checkpoint or in this run, not in both.",
+                    fix="freeze the same parameters; or load the weights alone with paceline.load_weights.",
+                    parameters=other,
+                )
         for outer, *each in zip(self._outers, models, state["outer"], sent, strict=True):
             outer.load(*each)
 
     def check(self) -> None:
-        owned = owned_parameters(*self._optimizers)
-        for model, outer in zip(self._models, self._outers, strict=True):
-            outer.refuse_unknown(unwrap(model), owned if len(self._models) == 1 else ())
+        averaged = {id(p) for o in self._outers for f in o.fragments for _, p in f.named}
+        for model in self._models:
+            refuse_unknown(self._job, model, owned_parameters(*self._optimizers), averaged)
         self._inner.check()
 
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -228,7 +228,9 @@ def _data_mesh(job: Job) -> DeviceMesh:
             backend = dist.get_default_backend_for_device(job.device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             job.on_leave(dist.destroy_process_group)
-        return init_device_mesh(job.device.type, (1,), mesh_dim_names=("dp_shard",))
+        # The default group has the other hosts of `diloco` too.
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return DeviceMesh.from_group(alone, job.device.type, mesh_dim_names=("dp_shard",))
     if job.device_mesh is None:
         assert job.data.group is not None
         return DeviceMesh.from_group(job.data.group, job.device.type, mesh_dim_names=("dp_shard",))
@@ -393,6 +395,8 @@ class FSDPStrategy(Strategy):
             )
 
     def largest_over_ranks(self, value: torch.Tensor) -> None:
+        if self._job.group is None:
+            return
         try:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self._job.group)
         except RuntimeError as error:

@@ -97,6 +97,22 @@ def free_gathered(model: nn.Module) -> None:
             layer.reshard()
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; importing that class would take 0.4 s."""
+    return hasattr(tensor, "placements")
+
+
+def sharded_like(own: Any, value: Any) -> Any:
+    """Shard `value`, which all ranks hold whole, as `own` is sharded. Other values are returned unchanged."""
+    whole = isinstance(value, torch.Tensor) and not is_sharded(value)
+    if not is_sharded(own) or not whole or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(own.device)
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor: itself, unless it is a DTensor, whose import would take 0.4 s."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor  # type: ignore[attr-defined]

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.checkpoint.layout import is_sharded
 from paceline.errors import RankDisagreement, name_ranks
 from paceline.job import collectives
 from paceline.job.arguments import require_integers
 from paceline.job.job import Job
-from paceline.parallel.modules import DILOCO, local, unwrap
+from paceline.parallel.modules import DILOCO, is_sharded, local, unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
 _FIRST_STEPS = 10  # weights that differ from the start are found after so many steps
@@ -122,10 +121,11 @@ class ReplicaCheck:
         parts = {n: local(t) for n, t in found.items() if is_sharded(t)}
         outers = [o for m in self._models if (o := unwrap(m).__dict__.get(DILOCO)) is not None]
         if outers:
-            named = [
-                (f"outer weights {i}.{n}", t) for i, o in enumerate(outers) for n, t in o.vectors()
-            ]
-            parts = dict(named)
+            parts = {
+                f"outer weights {i}.{n}": fragment.weights
+                for i, outer in enumerate(outers)
+                for n, fragment in enumerate(outer.fragments)
+            }
         return digests_of(whole), digests_of(parts)
 
     def _desync_error(

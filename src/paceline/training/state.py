@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.layout import described, sharded_like
+from paceline.checkpoint.layout import described
 from paceline.errors import CheckpointError
-from paceline.parallel.modules import INNER, owned_parameters, plain_name, unwrap
+from paceline.parallel.modules import INNER, owned_parameters, plain_name, sharded_like, unwrap
 
 Models = Sequence[torch.nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
