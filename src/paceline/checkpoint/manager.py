@@ -106,10 +106,7 @@ class Checkpoints:
         self._last_begun = time.monotonic()
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:
-        """Whether to save after `step`; `epoch` is the number of finished epochs.
-
-        Collective: none.
-        """
+        """Whether to save after `step`; `epoch` is the number of finished epochs."""
         if self._every_steps is not None and step % self._every_steps == 0:
             return True
         return ends_epoch and self._every_epochs is not None and epoch % self._every_epochs == 0
@@ -124,10 +121,7 @@ class Checkpoints:
         return {name: value for name, value in settings.items() if value is not None}
 
     def is_due_by_clock(self) -> bool:
-        """Whether `every_s` has passed by this rank's clock; the training asks rank 0 only.
-
-        Collective: none.
-        """
+        """Whether `every_s` has passed by this rank's clock; the training asks rank 0 only."""
         if self._every_s is None or self._in_flight is not None:
             return False
         return time.monotonic() - self._last_begun >= self._every_s
@@ -216,10 +210,7 @@ class Checkpoints:
             self.finish(job, required=True)
 
     def refuse_earlier(self, step: int, newest: int) -> None:
-        """Raise CheckpointError if a save of `step` would not be the newest checkpoint of the folder.
-
-        Collective: none.
-        """
+        """Raise CheckpointError if a save of `step` would not be the newest checkpoint of the folder."""
         if step <= newest:
             raise CheckpointError(
                 f"step {step} cannot be saved in {self.folder}, which holds step {newest}.",
@@ -244,10 +235,7 @@ class Checkpoints:
                 sweep(self._store)
 
     def poll(self, job: Job) -> bool:
-        """Handle a save that has ended. Returns True if `finish` will raise its error.
-
-        Collective: none.
-        """
+        """Handle a save that has ended. Returns True if `finish` will raise its error."""
         save = self._in_flight
         if save is None or not save.is_done:
             return False

@@ -144,12 +144,12 @@ class Job:
 
     @property
     def is_dry_run(self) -> bool:
-        """Whether the other ranks do not exist (`paceline run --dry-run`). Collective: none."""
+        """Whether the other ranks do not exist (`paceline run --dry-run`)."""
         return self.launcher == environment.DRY_RUN
 
     @property
     def data(self) -> DataAxis:
-        """The ranks that samples are split over. Collective: none."""
+        """The ranks that samples are split over."""
         if self._data is not None:
             return self._data
         ranks = tuple(range(self.world_size))
@@ -161,8 +161,6 @@ class Job:
         Returns:
             A function that removes the action. The job keeps the action, and all that it refers to, until
             it is removed or the job ends. Removing it twice does nothing.
-
-        Collective: none.
         """
         number = next(self._action_numbers)
         self._leave_actions[number] = action
@@ -170,10 +168,7 @@ class Job:
         return functools.partial(self._leave_actions.pop, number, None)
 
     def set_variable(self, name: str, value: str) -> None:
-        """Set an environment variable until the job is left, unless the user has set it.
-
-        Collective: none.
-        """
+        """Set an environment variable until the job is left, unless the user has set it."""
         if name not in os.environ:
             self._variables.append(name)
             os.environ[name] = value
@@ -301,8 +296,6 @@ class Job:
 
         The other ranks' collectives break at once, and their errors name this rank. If one rank alone is
         interrupted or exits cleanly, that is a failure too: the others cannot go on without it.
-
-        Collective: none.
         """
         if not self.alive:
             return
@@ -330,10 +323,7 @@ class Job:
         )
 
     def reraise(self, error: BaseException) -> NoReturn:
-        """Raise the peer's failure that caused `error` of a collective, if one is known; else `error`.
-
-        Collective: none.
-        """
+        """Raise the peer's failure that caused `error` of a collective, if one is known; else `error`."""
         cause = self._peer_failure_behind(error)
         if cause is None:
             raise error
@@ -427,12 +417,12 @@ class Job:
         return job
 
     def where(self, *, step: int | None = None, detail: str = "") -> str:
-        """This rank, host and step (the current one by default), for errors. Collective: none."""
+        """This rank, host and step (the current one by default), for errors."""
         step = current_step.step or None if step is None else step
         return rank_location(self.rank, self.world_size, step=step, detail=detail)
 
     def refuse_if_left(self) -> None:
-        """Raise StepError if the job has been left. Collective: none."""
+        """Raise StepError if the job has been left."""
         if not self.alive:
             raise StepError("this job has been left.", fix="use it only inside the `with` block.")
 

@@ -75,12 +75,12 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """The number of ranks that samples are split over. Collective: none."""
+        """The number of ranks that samples are split over."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def axes(self) -> dict[str, int]:
-        """The degrees by name, from the axis whose neighbours are farthest apart. Collective: none."""
+        """The degrees by name, from the axis whose neighbours are farthest apart."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -89,13 +89,13 @@ class Mesh:
         }
 
     def data_ranks(self, rank: int) -> list[int]:
-        """The ranks of the data axis that `rank` is on, in order of their data rank. Collective: none."""
+        """The ranks of the data axis that `rank` is on, in order of their data rank."""
         stage_size = self.data_size * self.tp
         first = rank // stage_size * stage_size + rank % self.tp
         return list(range(first, first + stage_size, self.tp))
 
     def axis_ranks(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` in one axis only. Collective: none."""
+        """The ranks that differ from `rank` in one axis only."""
         names = list(self.axes)
         stride = math.prod(list(self.axes.values())[names.index(axis) + 1 :])
         size = self.axes[axis]

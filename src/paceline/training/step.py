@@ -296,7 +296,7 @@ class Step:
         return _Attempt(records, is_recheck=is_recheck, awaits_loop=awaits_loop)
 
     def advance(self, part: int) -> None:
-        """Note for other ranks how far this rank is in the step. Collective: none."""
+        """Note for other ranks how far this rank is in the step."""
         if (exchange := self._context.job.exchange) is not None:
             exchange.advance(self.number, part)
 
@@ -579,8 +579,6 @@ class Step:
 
         That is this step if it ends an epoch, and in a job of one process; else one within 0.2 s, or
         three steps if that is longer.
-
-        Collective: none.
         """
         self._context.control.own.stop = True
 
@@ -594,8 +592,6 @@ class Step:
 
         A rank that has fewer micro-batches than others gets such, so that all ranks run the same
         collectives. Leave it out of your own sums.
-
-        Collective: none.
         """
         micro = self._attempt.micro
         return micro is not None and micro.is_padding
@@ -613,29 +609,23 @@ class Step:
 
     @property
     def is_partly_updated(self) -> bool:
-        """Whether an update has begun and not ended, or only some optimizers have taken the step.
-
-        Collective: none.
-        """
+        """Whether an update has begun and not ended, or only some optimizers have taken the step."""
         done = [record.is_updated for record in self._attempt.records]
         return self.is_updating or (any(done) and not all(done))
 
     @property
     def is_done(self) -> bool:
-        """Whether every optimizer was updated.
-
-        Collective: none.
-        """
+        """Whether every optimizer was updated."""
         return all(record.is_updated for record in self._attempt.records)
 
     @property
     def has_begun(self) -> bool:
-        """Whether a forward of this step may have run. Collective: none."""
+        """Whether a forward of this step may have run."""
         return self._attempt.num_begun > 0
 
     @property
     def micro_losses(self) -> list[MicroBatchLoss]:
-        """The losses of this rank's micro-batches. Collective: none."""
+        """The losses of this rank's micro-batches."""
         return self._attempt.losses
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:

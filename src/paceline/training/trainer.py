@@ -80,10 +80,7 @@ class Validation:
         )
 
     def is_due(self, step: Step, epochs: int) -> bool:
-        """Whether to evaluate after `step` of a training of `epochs` epochs.
-
-        Collective: none.
-        """
+        """Whether to evaluate after `step` of a training of `epochs` epochs."""
         if step.ends_epoch and step.epoch + 1 == epochs:
             return True
         if self.every_steps is not None:

@@ -224,10 +224,7 @@ class Training:
 
     @property
     def position(self) -> Position:
-        """Where in the data the next step starts.
-
-        Collective: none.
-        """
+        """Where in the data the next step starts."""
         return self._start if self._last is None else self._last.next_position
 
     def keep(self, **objects: Any) -> None:
@@ -378,8 +375,6 @@ class Training:
 
         Raises:
             StepError: a step is in progress, so weights and position do not belong together.
-
-        Collective: none.
         """
         self._refuse_in_step("state_dict")
         return self._state.save(self.number, self.position)
