@@ -225,10 +225,6 @@ class Strategy:
         """Settings that decide how long the ranks take to communicate, for reports and advice."""
         return {}
 
-    def measurements(self) -> dict[str, Any]:
-        """Values of the last step for the log, by name; usually none."""
-        return {}
-
     def wants(self, path: str) -> bool:
         """Whether this rank needs the tensor at this path of a saved state."""
         return True

@@ -621,8 +621,6 @@ class Training:
             return
         clock.end_step()
         self._report.end_step(step.number, step.epoch, step.num_samples)
-        if measured := self._context.strategy.measurements():
-            self._report.keep_values(step.number, step.epoch, measured, "rank0")
         checkpoints, control = self.checkpoints, self._control
         own = control.own
         if checkpoints is not None:
