@@ -78,7 +78,7 @@ def test_what_the_storage_reports_as_failed_is_whole_or_absent(
             call
             == f"the owner {'before' if len(calls) % 2 else 'after'} {(len(calls) + 1) // 2 * 2}"
         ):
-            raise StorageError("timed out", fix="")
+            raise StorageError("timed out")
         check(self)
 
     def write_and_fail(self: Any, path: str, parts: Any) -> None:
@@ -90,7 +90,7 @@ def test_what_the_storage_reports_as_failed_is_whole_or_absent(
             and not failed
         ):
             failed.append(path)
-            raise StorageError("timed out", fix="")
+            raise StorageError("timed out")
 
     monkeypatch.setattr(Ownership, "check", check_late)
     monkeypatch.setattr(type(open_store(folder)), "write", write_and_fail)

@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import time
 
-from paceline.checkpoint.cloud_errors import StorageError
+from paceline.checkpoint.cloud_errors import FIX, StorageError
 from paceline.checkpoint.store import Store
 from paceline.errors import RankDisagreement, SaveFailed, rank_location
 from paceline.job import collectives
@@ -37,7 +37,7 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
         if job.rank == 0 and free is not None and free < size_bytes:
             why = f"a save takes {format_bytes(size_bytes)} and {format_bytes(free)} are free"
     except StorageError as error:
-        why, fix = str(error), error.fix or fix
+        why, fix = str(error), FIX
         own = ""  # there is nothing to remove, and trying takes as long again
     except OSError as error:
         why = f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import layout, reader
-from paceline.checkpoint.cloud_errors import StorageError
+from paceline.checkpoint.cloud_errors import FIX, StorageError
 from paceline.checkpoint.manifest import Chunk, Damaged, SavedTensor
 from paceline.checkpoint.store import check_sizes, committed, open_store, read_manifest
 from paceline.errors import (
@@ -295,7 +295,7 @@ def open_weights(path: str | Path, number: int = 0) -> Weights:
     except (CheckpointError, ConfigError):
         raise
     except StorageError as error:
-        raise CheckpointError(str(error), fix=error.fix, path=name) from None
+        raise CheckpointError(str(error), fix=FIX, path=name) from None
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.", path=name) from error
     except Exception as error:  # torch, safetensors and file systems raise many types

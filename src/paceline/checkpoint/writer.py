@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import log
-from paceline.checkpoint.cloud_errors import StorageError
+from paceline.checkpoint.cloud_errors import FIX, StorageError
 from paceline.checkpoint.layout import Layout
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.owner import Ownership
@@ -117,7 +117,7 @@ def _failed(error: Exception) -> SaveOutcome:
     """The outcome of a save that raised `error`."""
     kind = "disk" if isinstance(error, OSError) else "other"
     if isinstance(error, StorageError):
-        return SaveOutcome(kind=kind, text=str(error), fix=error.fix)
+        return SaveOutcome(kind=kind, text=str(error), fix=FIX)
     if isinstance(error, CheckpointError):
         return SaveOutcome(kind=kind, text=error.what.removesuffix("."), fix=error.fix)
     fix = _FIXES.get(getattr(error, "errno", 0), "")
