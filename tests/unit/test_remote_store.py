@@ -115,41 +115,6 @@ def test_removing_one_of_two_manifests_of_the_same_files_keeps_them(job: Job, ur
     assert len(store.names("parts")) == 2
 
 
-class _Upload:
-    """An open file of an object store."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def write(self, part: bytes) -> None:
-        self.calls.append(part.decode())
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-    def discard(self) -> None:
-        self.calls.append("discard")
-
-
-def test_an_upload_that_fails_is_not_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, upload = open_store(url), _Upload()
-    monkeypatch.setattr(store, "_is_object_store", True)
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "open", lambda self, path, mode: upload)
-
-    def parts() -> Iterator[bytes]:
-        yield b"first"
-        raise ValueError("a tensor that cannot be read")
-
-    with pytest.raises(ValueError, match="cannot be read"):
-        store.write("file", parts())
-    assert upload.calls == ["first", "discard"]
-    assert upload.closed
-    store.write("file", [b"all"])
-    assert upload.calls[2:] == ["all", "close"]
-
-
 @pytest.mark.parametrize(
     ("url", "text"),
     [

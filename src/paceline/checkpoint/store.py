@@ -222,13 +222,9 @@ class RemoteStore(Store):
                     file.write(part)
             with self._call("write", path):
                 file.close()
-        except BaseException:
-            with contextlib.suppress(StorageError), self._call("abort the upload of", path):
-                if self._is_object_store:  # closing would complete the upload of a part of the file
-                    file.closed = True  # so that the garbage collector does not close it
-                    file.discard()
-                else:
-                    file.close()
+        except BaseException:  # no manifest names a part of a file, so the next start removes it
+            with contextlib.suppress(StorageError), self._call("close", path):
+                file.close()
             raise
 
     def seal(self, scratch: str, folder: str) -> None:
