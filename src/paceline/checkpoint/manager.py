@@ -101,7 +101,6 @@ class Checkpoints:
         self._ownership: Ownership | None = None  # of the folder, on rank 0
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
-        self._is_restart = False  # whether the owner of the folder may be a rank that has ended
         self._is_behind = False  # whether a save was left out since the last one began
         self._last_begun = time.monotonic()
 
@@ -221,18 +220,23 @@ class Checkpoints:
 
     def _begin_saves(self) -> tuple[int, str]:
         """The newest step, and a name for the attempts of this object. Called on rank 0."""
-        try:
-            self._take_folder(is_restart=self._is_restart)
-        except OSError as error:
-            raise self._unchangeable(error) from error
+        self._take_folder()
         return max(committed(self._store), default=-1), secrets.token_hex(4)
 
-    def _take_folder(self, *, is_restart: bool = False) -> None:
+    def _take_folder(self) -> None:
         """Own the folder, and remove what jobs have left there that were killed in a save."""
-        if self._ownership is None:
-            self._ownership, is_new = take(self._store, is_restart=is_restart)
+        if self._ownership is not None:
+            return
+        try:
+            self._ownership, is_new = take(self._store)
             if is_new:
                 sweep(self._store)
+        except OSError as error:
+            raise SaveFailed(
+                f"the folder {self.folder} cannot be changed: {error}.",
+                fix="give rank 0 permission to rename and delete the files there.",
+                path=str(self.folder),
+            ) from error
 
     def poll(self, job: Job) -> bool:
         """Handle a save that has ended. Returns True if `finish` will raise its error."""
@@ -311,7 +315,6 @@ class Checkpoints:
             if save.outcome is not None and save.outcome.kind == "saved":
                 self.last_saved = save.step
         self.last_saved = max(collectives.gather(job, self.last_saved))
-        self._is_restart = True
         self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest, self._attempts, self._is_behind = None, 0, False
 
@@ -361,7 +364,7 @@ class Checkpoints:
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._newest = None
-        collectives.on_rank0(job, lambda: self._prepare(job.restarts))
+        collectives.on_rank0(job, self._take_folder)
         damaged: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
@@ -450,19 +453,6 @@ class Checkpoints:
             self._store.rename(f"step-{step}", name)
         except OSError as error:
             log.logger.warning("step-%d cannot be renamed: %s", step, error)
-
-    def _prepare(self, restarts: int) -> None:
-        try:
-            self._take_folder(is_restart=restarts > 0)
-        except OSError as error:
-            raise self._unchangeable(error) from error
-
-    def _unchangeable(self, error: OSError) -> SaveFailed:
-        return SaveFailed(
-            f"the folder {self.folder} cannot be changed: {error}.",
-            fix="give rank 0 permission to rename and delete the files there.",
-            path=str(self.folder),
-        )
 
     def _prune(self) -> None:
         """Remove the oldest, but not the newest `keep` and the last marked best."""

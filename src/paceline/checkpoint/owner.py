@@ -48,14 +48,9 @@ class Owner:
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}, since {self.started}"
 
-    @property
-    def is_of_this_host(self) -> bool:
-        """Whether the process is one of this host."""
-        return self.host == socket.gethostname()
-
     def is_alive_here(self) -> bool:
         """Whether it is another process of this host that runs."""
-        if not self.is_of_this_host or self.pid == os.getpid():
+        if self.host != socket.gethostname() or self.pid == os.getpid():
             return False
         status = process_status(self.pid)
         return status is not None and status[0] not in "ZX" and status[1] == self.ticks
@@ -86,11 +81,8 @@ class Ownership:
 _owned: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()
 
 
-def take(store: Store, *, is_restart: bool = False) -> tuple[Ownership, bool]:
+def take(store: Store) -> tuple[Ownership, bool]:
     """Own a folder. Called by rank 0; several `Checkpoints` of a process share a folder.
-
-    Args:
-        is_restart: Whether a launcher has restarted the job, so that the owner is probably a rank that ended.
 
     Returns:
         The ownership, and whether the process did not have it before.
@@ -102,7 +94,7 @@ def take(store: Store, *, is_restart: bool = False) -> tuple[Ownership, bool]:
     name = os.path.realpath(store.root) if store.has_rename else store.root
     if (known := _owned.get(name)) is not None:
         return known, False
-    lock = _locked(store, is_restart) if store.has_rename else None
+    lock = _locked(store) if store.has_rename else None
     try:
         # Without a lock the record can tell of processes of this host only.
         until = time.monotonic() + _WAIT_S
@@ -125,14 +117,14 @@ def take(store: Store, *, is_restart: bool = False) -> tuple[Ownership, bool]:
     return ownership, True
 
 
-def _locked(store: Store, is_restart: bool) -> int | None:
+def _locked(store: Store) -> int | None:
     """The descriptor of the locked record; None without locks, or if the record is another user's."""
     os.makedirs(store.root, exist_ok=True)
     lock = None
     try:
         # NFS grants an exclusive lock only on a file that is open for writing.
         lock = os.open(os.path.join(store.root, RECORD), os.O_RDWR | os.O_CREAT, 0o666)
-        _wait_for_lock(store, lock, is_restart)
+        _wait_for_lock(store, lock)
         return lock
     except CheckpointError:
         _close(lock)
@@ -145,7 +137,7 @@ def _locked(store: Store, is_restart: bool) -> int | None:
         return None
 
 
-def _wait_for_lock(store: Store, lock: int, is_restart: bool) -> None:
+def _wait_for_lock(store: Store, lock: int) -> None:
     began, is_told = time.monotonic(), False
     while True:
         try:
@@ -153,9 +145,9 @@ def _wait_for_lock(store: Store, lock: int, is_restart: bool) -> None:
             return
         except BlockingIOError:
             owner = _read(store)
-            is_near = owner is None or owner.is_of_this_host
             waited_s = time.monotonic() - began
-            if waited_s > (_WAIT_S if is_near and not is_restart else _LEASE_S):
+            # A lock whose owner does not run here is another host's, or outlives its owner.
+            if waited_s > (_WAIT_S if owner is None or owner.is_alive_here() else _LEASE_S):
                 raise _taken(store, owner) from None
             if waited_s > _WAIT_S and not is_told:
                 is_told = True
