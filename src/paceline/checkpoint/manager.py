@@ -378,14 +378,11 @@ class Checkpoints:
             fix = f"put {self.folder} on storage that all hosts share."
             has = step in committed(self._store)
             collectives.agree(job, "checkpoint to resume", has, where=where, fix=fix)
-            state, generators, save_s, why = self._read(job, step, like, wants)
+            state, generators, why = self._read(job, step, like, wants)
             damage = {rank: w for rank, w in enumerate(collectives.gather(job, why)) if w}
             if not damage:
                 if generators is not None:  # None if fewer ranks have saved it
                     rng.restore(job.device, generators)
-                if (grace := grace_s()) is not None and save_s:
-                    text = "the last save took %.1f s, and a preemption leaves %g s for one."
-                    log.logger.info(text, save_s, grace)
                 self.last_saved = step
                 self._last_begun = time.monotonic()
                 return state
@@ -398,8 +395,8 @@ class Checkpoints:
         step: int,
         like: Callable[[str], torch.Tensor | None],
         wants: Callable[[str], bool],
-    ) -> tuple[Any, torch.Tensor | None, float, str]:
-        """The state, this rank's random generators, the time of the save, and how it is damaged, or ""."""
+    ) -> tuple[Any, torch.Tensor | None, str]:
+        """The state, this rank's random generators, and how it is damaged, or ""."""
         own = f"{RNG}{job.rank}"
 
         def is_read(path: str) -> bool:
@@ -409,12 +406,12 @@ class Checkpoints:
             manifest = read_manifest(self._store, step)
             state, tensors = read(self._store, manifest, like, is_read)
         except Damaged as error:
-            return None, None, 0.0, str(error)
+            return None, None, str(error)
         except OSError as error:
             raise CheckpointError(
                 f"step {step} in {self.folder} cannot be read: {error}", path=str(self.folder)
             ) from error
-        return state, tensors.get(own), manifest.save_s, ""
+        return state, tensors.get(own), ""
 
     def _newest_except(self, damaged: list[int]) -> int | None:
         left = [step for step in committed(self._store) if step not in damaged]

@@ -78,7 +78,6 @@ class Manifest:
     Args:
         world_size: The number of ranks that saved it.
         saved_at: Seconds since 1970.
-        save_s: How long the ranks wrote; 0 if that is not known.
         versions: The versions of paceline, torch and python.
         files: The size of each file in bytes.
         tree: The values, as `codec.encode` returns them.
@@ -94,7 +93,6 @@ class Manifest:
     files: dict[str, int]
     tree: Any
     tensors: dict[str, SavedTensor]
-    save_s: float = 0.0
     parts: str = ""
     folder: str = ""
 
@@ -175,7 +173,6 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
         files=files,
         tree=fields["tree"],
         tensors=tensors,
-        save_s=fields.get("save_s", 0.0),
         parts=parts,
     )
 

@@ -363,7 +363,6 @@ class Save:
             best=self._content.best,
             world_size=self._world_size,
             saved_at=time.time(),
-            save_s=round(time.monotonic() - self._began, 3),
             versions={
                 "paceline": paceline.__version__,
                 "torch": torch.__version__,
