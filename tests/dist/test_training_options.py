@@ -175,8 +175,8 @@ def test_a_swapped_model_and_optimizer_are_named_in_one_line() -> None:
         batches = paceline.Batches(job, make_data(), global_batch=4)
         for models, optimizers, got in (
             (optimizer, model, "AdamW"),
-            ([model, optimizer], optimizer, "a list of Sequential, AdamW"),
-            (None, optimizer, "None"),
+            ([model, optimizer], optimizer, "AdamW"),
+            (None, optimizer, "NoneType"),
         ):
             with pytest.raises(ConfigError) as caught:
                 paceline.Training(job, models, optimizers, batches)  # type: ignore[arg-type]

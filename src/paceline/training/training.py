@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -984,28 +984,14 @@ def _as_list(name: str, given: Any, kind: type[T], example: str) -> list[T]:
     Raises:
         ConfigError: what is given is neither.
     """
-    several = [given] if isinstance(given, kind) else given
-    if not isinstance(several, Iterable) or isinstance(several, str):
-        several = [None]
-    several = list(several)
-    if not all(isinstance(each, kind) for each in several):
-        raise ConfigError(
-            f"{name} must be a torch.{'nn.Module' if kind is nn.Module else 'optim.Optimizer'}, or a list of "
-            f"them, got {_kind_of(given)}.",
-            fix=f"{name} = {example}",
-        )
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for each in several:
+        if not isinstance(each, kind):
+            raise ConfigError(
+                f"{name} must be a torch {kind.__name__}, or a list of them, got {type(each).__name__}.",
+                fix=f"{name} = {example}",
+            )
     return several
-
-
-def _kind_of(given: Any) -> str:
-    """What was given, in a few words: the text of a module or an optimizer has many lines."""
-    if isinstance(given, list | tuple):
-        return f"a {type(given).__name__} of {', '.join(type(each).__name__ for each in given) or 'nothing'}"
-    return (
-        repr(given)
-        if given is None or isinstance(given, int | float | str)
-        else type(given).__name__
-    )
 
 
 def _job_left(reference: weakref.ref[Training]) -> None:
