@@ -180,7 +180,6 @@ def _write_wrong() -> None:
     _folder("shape", {**state, "2.bias": torch.ones(3)})
     _folder("more", {**state, "3.bias": torch.ones(3)})
     _folder("absent", state, extra="b.safetensors")
-    _folder("index", state, extra="a.safetensors")
     (_folder("no index", state) / "model.safetensors.index.json").write_text("[]")
     for name in ("short", "text"):
         file = _folder(name, state) / "a.safetensors"
@@ -194,10 +193,11 @@ def _write_wrong() -> None:
     torch.save({name: values.clone() for name in names}, "equal.pth")
     values[3] = 0  # in the shard of the last rank
     torch.save({names[0]: torch.ones(4, 4), names[1]: values}, "untied.pth")
-    dcp_state = {"model": {k: v for k, v in state.items() if k != "2.bias"}}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save(dcp_state, checkpoint_id="dcp", no_dist=True)
-    shutil.copytree("dcp", "dcp file")
+    lacks = {k: v for k, v in state.items() if k != "2.bias"}
+    for folder, saved in (("dcp", lacks), ("dcp whole", state)):
+        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+            dcp.save({"model": saved}, checkpoint_id=folder, no_dist=True)
+    shutil.copytree("dcp whole", "dcp file")
     Path("dcp file/__0_0.distcp").unlink()
 
 
@@ -206,7 +206,6 @@ _WRONG = [
     "shape",
     "more",
     "absent",
-    "index",
     "no index",
     "short",
     "text",
@@ -250,7 +249,8 @@ def _refusals(job: Any) -> list[Any]:
         model = paceline.fsdp(job, _net(), init="later")
     with pytest.raises(paceline.CheckpointError) as raised:
         paceline.load_weights(model, "text" if job.rank == 1 else "good")
-    assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(paceline.CheckpointError, match=r"__0_0\.distcp"):
+        paceline.load_weights(model, "dcp file" if job.rank == 1 else "dcp whole")
     skipped = {"3.bias": None}
     paceline.load_weights(model, "more", rename=lambda name: skipped.get(name, name))
     assert not any(p.is_meta for p in model.parameters())

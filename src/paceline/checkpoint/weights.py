@@ -114,6 +114,9 @@ def load_weights(
         _fill(module, weights, sources, module.__dict__.pop(UNFILLED, device))
     except CheckpointError as error:
         problem = error
+    except Exception as error:  # as in `open_weights`
+        problem = CheckpointError(f"{path} cannot be read: {_why(error)}", path=os.fspath(path))
+        problem.__cause__ = error
     _exchange(path, problem, None, has_timeout=False)  # one rank may read for long
 
 
@@ -299,12 +302,15 @@ def open_weights(path: str | Path, number: int = 0) -> Weights:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.", path=name) from error
     except Exception as error:  # torch, safetensors and file systems raise many types
-        why = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read: {why}",
+            f"{path} cannot be read: {_why(error)}",
             fix="give a plain state_dict, saved by torch.save, or safetensors.",
             path=name,
         ) from error
+
+
+def _why(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _safetensors_folder(folder: Path) -> Weights:
@@ -318,19 +324,8 @@ def _safetensors_folder(folder: Path) -> Weights:
         raise CheckpointError(
             f"{index} is not an index of safetensors.", path=str(index)
         ) from error
-    files = sorted(set(file_of.values()))
-    _refuse_absent(index, files)
-    paths = [os.fspath(folder / name) for name in files]
-    weights = _safetensors(os.fspath(folder), paths, file_of)
-    missing = sorted(set(file_of) - set(weights.shapes))
-    if missing:
-        raise CheckpointError(
-            f"{index} names tensors that its files do not hold: {listed(missing)}.",
-            fix="download or copy the folder again.",
-            path=str(index),
-            parameter=missing[0],
-        )
-    return weights
+    paths = [os.fspath(folder / name) for name in sorted(set(file_of.values()))]
+    return _safetensors(os.fspath(folder), paths, file_of)
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -343,16 +338,6 @@ def _refuse_pickles(folder: Path) -> None:
             f"transformers.AutoModelForCausalLM.from_pretrained({os.fspath(folder)!r})`, then "
             "`model.save_pretrained(NEW_FOLDER)`.",
             path=os.fspath(folder),
-        )
-
-
-def _refuse_absent(index: Path, files: Iterable[str]) -> None:
-    absent = [name for name in files if not (index.parent / name).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{index} names files that do not exist: {listed(absent)}.",
-            fix="download or copy the folder again.",
-            path=str(index),
         )
 
 
@@ -370,8 +355,6 @@ def _safetensors(path: str, files: list[str], file_of: Mapping[str, str] | None 
                         continue
                     tensor = opened.get_tensor(key)  # mapped, not read
                     shapes[key] = _one_chunk(tensor, file)
-        except FileNotFoundError:
-            raise
         except Exception as error:  # its own type of error, which is not public
             raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
 
@@ -419,8 +402,6 @@ def _dcp(folder: str) -> Weights:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    parts = metadata.storage_data.values()
-    _refuse_absent(Path(folder) / DCP_METADATA, sorted({part.relative_path for part in parts}))
     tensors = {
         key: item
         for key, item in metadata.state_dict_metadata.items()
