@@ -226,7 +226,7 @@ BAD = [
 if not torch.cuda.is_available():
     BAD += [
         ("--nproc-per-node=gpu {}", 2, "paceline: --nproc-per-node=gpu cannot be used here: "),
-        ("--numa-binding=node {}", 2, "paceline: --numa-binding cannot be used here."),
+        ("--numa-binding=node {}", 2, "paceline run: unrecognized arguments: --numa-binding=node."),
     ]
 
 

@@ -1,8 +1,7 @@
 """The command line of `paceline run`: torchrun's options and our own.
 
-This file does not import torch, so that the ranks of one host start before the launcher imports it. Each
-option of torchrun takes effect, or is refused with a reason; a test compares the names with the installed
-torch. Variables `PET_*` give defaults, as for torchrun.
+This file does not import torch, so that the ranks of one host start before the launcher imports it. A test
+compares the names with the installed torch. Variables `PET_*` give defaults, as for torchrun.
 """
 
 from __future__ import annotations
@@ -135,22 +134,6 @@ _TORCHRUN: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
         ("-r --redirects", str, "0", f"write to log files only: {_WHAT}"),
         ("-t --tee", str, "0", "write to log files too; as --redirects"),
         ("--local-ranks-filter", str, "", "show the output of these local ranks only, as 0,1"),
-    ),
-}
-_NO_COPIES = (
-    "the launcher writes whole log files only.",
-    "add --tee 3 and --log-dir, and search the log files with grep.",
-)
-# Options of torchrun that are refused: why, and what to do instead.
-_REFUSED = {
-    "--start-method": ("each rank has an interpreter of its own.", "leave it out."),
-    "--duplicate-stdout-filters": _NO_COPIES,
-    "--duplicate-stderr-filters": _NO_COPIES,
-    "--logs-specs": ("the launcher itself writes the log files.", "use --redirects or --tee."),
-    "--event-log-handler": ("the launcher records no events of torch.", "leave it out."),
-    "--numa-binding": (
-        "torch has no public function for it.",
-        "start the script through numactl: --no-python, and a script that reads LOCAL_RANK.",
     ),
 }
 
@@ -311,8 +294,6 @@ def parser() -> CommandParser:
     groups["ranks"].add_argument(
         *_NPROC_ALIASES, dest="nproc_per_node", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
-    for name in _REFUSED:
-        _add(groups["output"], name, str, "", argparse.SUPPRESS)
     return ours
 
 
@@ -570,7 +551,6 @@ def _count_devices(word: str) -> int:
 def _check(args: Namespace) -> int:
     """Refuse wrong values; returns the number of ranks."""
     nproc = _count_ranks(args.nproc_per_node)
-    _check_refused(args)
     _check_hangs(args)
     if args.max_restarts < 0:
         raise ConfigError(f"--max-restarts must be 0 or more, and is {args.max_restarts}.")
@@ -603,14 +583,6 @@ def _check(args: Namespace) -> int:
             fix="with --no-python, give the path of an executable file, or a name that is on PATH.",
         )
     return nproc
-
-
-def _check_refused(args: Namespace) -> None:
-    """Refuse options of torchrun that would have no effect."""
-    for name, (why, fix) in _REFUSED.items():
-        value = getattr(args, name[2:].replace("-", "_"))
-        if value not in ("", "null", "spawn"):  # the last two are torchrun's defaults
-            raise ConfigError(f"{name} cannot be used here.", why=why, fix=fix)
 
 
 def _check_hangs(args: Namespace) -> None:
