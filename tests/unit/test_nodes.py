@@ -182,16 +182,6 @@ def test_a_node_that_found_no_place_does_not_close_the_job_of_the_others(port: i
         member.close(job_ended=True)
 
 
-def test_a_number_of_a_living_node_is_refused_and_that_of_a_dead_one_taken(port: int) -> None:
-    words = ["--nnodes=1:3", "--rdzv-conf=keep_alive_interval=0.2"]
-    host, node = (_join(port, [*words, f"--node-rank={number}"]) for number in (0, 1))
-    with pytest.raises(LaunchFailed, match="two nodes have the number 1"):
-        _join(port, [*words, "--node-rank=1"])
-    node.close(job_ended=False)
-    for each in (_join(port, [*words, "--node-rank=1"]), host):
-        each.close(job_ended=False)
-
-
 def test_ranks_that_run_are_not_ended_because_the_job_is_closed(port: int) -> None:
     met = _meet(port, ["--nnodes=2", "--rdzv-conf=keep_alive_interval=0.2"], count=2, say=[])
     host, other = sorted((each[0] for each in met), key=lambda each: each._current.node)

@@ -232,8 +232,7 @@ class NodeRendezvous(Rendezvous):
 
     Raises:
         ConfigError: this node has to serve the store and cannot.
-        LaunchFailed: the store was not there in time, or this node differs from those that are here, or has
-            the number of one of them.
+        LaunchFailed: the store was not there in time, or this node differs from those that are here.
 
     Collective: the launcher of each node.
     """
@@ -272,9 +271,6 @@ class NodeRendezvous(Rendezvous):
                 self._records.sync(timeout_s=STORE_S)
                 first = self._publish()
             self._refuse_difference(first)
-            if self._facts.number is not None:
-                with _reached():
-                    self._take_number(self._facts.number, window_s)
         except BaseException:
             self._records.close()
             raise
@@ -287,25 +283,6 @@ class NodeRendezvous(Rendezvous):
         text = json.dumps(dataclasses.asdict(self._facts))
         self._call("set", f"facts/{self._name}", text)
         return _read_facts(self._call("compare_set", "first", "", text)) or self._facts
-
-    def _take_number(self, number: int, window_s: float) -> None:
-        """Reserve the number of this node. A dead node, which this one may replace, loses it."""
-        key = f"number/{number}"
-        owner = self._call("compare_set", key, "", self._name).decode()
-        began, first = time.monotonic(), b""
-        while owner != self._name:
-            beat = self._call("get", f"beat/{owner}")
-            first = first or beat
-            if beat != first:
-                raise LaunchFailed(
-                    f"two nodes have the number {number}.",
-                    where=", ".join(map(str, [*self._of([owner]).values(), self._facts])),
-                    fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
-                )
-            if time.monotonic() - began > window_s:
-                owner = self._call("compare_set", key, owner, self._name).decode()
-                began, first = time.monotonic(), b""
-            time.sleep(_POLL_S)
 
     def _refuse_difference(self, first: NodeFacts) -> None:
         found = difference(first, self._facts)
