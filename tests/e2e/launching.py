@@ -33,7 +33,7 @@ class Finished:
 def environment(**more: str) -> dict[str, str]:
     """This environment, in which the command finds the package under test."""
     # What a developer's shell has set must not change what the tests see.
-    dropped = ("OMP_NUM_THREADS", "PACELINE_THREADS", "GLOO_SOCKET_IFNAME")
+    dropped = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     source = str(Path(paceline.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH", "")]))

@@ -774,7 +774,7 @@ def has_probe() -> bool:
 def choose_threads(nproc: int) -> tuple[str | None, str]:
     """Threads of each rank, None if the user chose them, and a sentence about them."""
     chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
+    if chosen is not None:
         return None, f"{count_of(chosen, 'thread')} each (OMP_NUM_THREADS is set)"
     cores = usable_cores()
     threads = str(max(1, cores // nproc))
@@ -785,11 +785,9 @@ def choose_threads(nproc: int) -> tuple[str | None, str]:
 def environment_of_ranks(threads: str | None) -> dict[str, str]:
     """The environment that ranks are started with; `threads` is None if the user chose their number."""
     environment = dict(os.environ)
-    environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
     if has_probe() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
-        environment["PACELINE_THREADS"] = "auto"
     return environment
