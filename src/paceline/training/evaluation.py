@@ -58,11 +58,6 @@ class Evaluation:
     def __init__(self, num_samples: int, values: dict[str, Any]) -> None:
         self.num_samples = num_samples
         self.values = values
-        if taken := sorted(self.__dict__.keys() & values.keys()):
-            raise StepError(
-                f"a result is named {taken[0]!r}, which is an attribute of each evaluation.",
-                fix="give it another name.",
-            )
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", {})
