@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -275,14 +274,11 @@ class NodeRendezvous(Rendezvous):
             self._records.close()
             raise
 
-    def _call(self, method: str, *args: object) -> Any:
-        return self._records.call(method, *args)
-
     def _publish(self) -> NodeFacts:
         """Publish the facts of this node; returns those of the first one, which may be this one."""
         text = json.dumps(dataclasses.asdict(self._facts))
-        self._call("set", f"facts/{self._name}", text)
-        return _read_facts(self._call("compare_set", "first", "", text)) or self._facts
+        self._records.call("set", f"facts/{self._name}", text)
+        return _read_facts(self._records.call("compare_set", "first", "", text)) or self._facts
 
     def _refuse_difference(self, first: NodeFacts) -> None:
         found = difference(first, self._facts)
@@ -290,7 +286,7 @@ class NodeRendezvous(Rendezvous):
             return
         what, fix = found
         with _reached():
-            self._call("set", "refused", f"{time.strftime('%H:%M:%S')}: {what}")
+            self._records.call("set", "refused", f"{time.strftime('%H:%M:%S')}: {what}")
         raise LaunchFailed(
             f"this node cannot take part: {what}.",
             where=f"host {self._facts.host}, rendezvous at {self._endpoint}",
@@ -360,9 +356,9 @@ class NodeRendezvous(Rendezvous):
         key = f"store/{state.round}"
         if node == 0:
             self._store = self._serve_ranks()
-            self._call("set", key, str(self._store.port))
+            self._records.call("set", key, str(self._store.port))
         deadline = time.monotonic() + STORE_S
-        while not self._call("check", [key]):
+        while not self._records.call("check", [key]):
             now, _ = self._read()
             is_dead = state.nodes[0] in self._records.dead
             if is_dead or now.round != state.round or time.monotonic() > deadline:
@@ -377,7 +373,7 @@ class NodeRendezvous(Rendezvous):
             first_rank=sum(other.ranks for other in each[:node]),
             world_size=sum(other.ranks for other in each),
             address=each[0].address,
-            port=int(self._call("get", key)),
+            port=int(self._records.call("get", key)),
             exchange=exchange if len(each) > 1 else None,
         )
 
@@ -458,14 +454,14 @@ class NodeRendezvous(Rendezvous):
     def _change_state(self, before: str, wanted: State) -> bool:
         """Change the state, if no other node has changed it since; returns whether it is so now."""
         text = _encode(wanted)
-        return bool(self._call("compare_set", "state", before, text) == text.encode())
+        return bool(self._records.call("compare_set", "state", before, text) == text.encode())
 
     def _of(self, nodes: Sequence[str]) -> dict[str, NodeFacts]:
         """The facts of those of these nodes that have published them."""
         for node in nodes:
             key = f"facts/{node}"
-            if node not in self._known and self._call("check", [key]):
-                found = _read_facts(self._call("get", key))
+            if node not in self._known and self._records.call("check", [key]):
+                found = _read_facts(self._records.call("get", key))
                 if found is not None:
                     self._known[node] = found
         return {node: self._known[node] for node in nodes if node in self._known}
@@ -481,8 +477,8 @@ class NodeRendezvous(Rendezvous):
             here = f"{here}, and no more may take part"
             missing = "this node waits until one leaves. If they are another job, give this one another port"
         text = f"still waiting: {here}; {missing}"
-        if self._call("check", ["refused"]):
-            refused = self._call("get", "refused").decode(errors="replace")
+        if self._records.call("check", ["refused"]):
+            refused = self._records.call("get", "refused").decode(errors="replace")
             text += f". A node was refused at {refused}"
         self._say(text)
 

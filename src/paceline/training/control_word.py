@@ -278,7 +278,8 @@ class Control:
             return []
         first, size = sent.first, sent.size
         numbers = self._sum(sent)
-        rows = self._split_rows(numbers[_HEAD + 2 * size :])
+        rest = numbers[_HEAD + 2 * size :]
+        rows = [rest[i : i + ROW_SIZE] for i in range(0, len(rest), ROW_SIZE)]
         step_s = numbers[0] / self._job.world_size
         sums, counts = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(2))
         for i, total in enumerate(sums):
@@ -339,9 +340,6 @@ class Control:
         rows = [[0.0] * ROW_SIZE] * self._job.world_size
         rows[self._job.rank] = self.own_times()
         return [number for row in rows for number in row]
-
-    def _split_rows(self, numbers: list[float]) -> list[list[float]]:
-        return [numbers[i : i + ROW_SIZE] for i in range(0, len(numbers), ROW_SIZE)]
 
 
 def name_samples(samples: dict[int, list[int]]) -> str:

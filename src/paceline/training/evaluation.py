@@ -283,7 +283,11 @@ def _run(
                 _refuse_no_pair(name, value)
             batches.append((each.index, each.count))
             sums.append(results)
-    return _RankResults(batches, _to_host(sums), is_preempted)
+    numbers = [  # reading them waits for the device
+        {name: (float(total), float(count)) for name, (total, count) in results.items()}
+        for results in sums
+    ]
+    return _RankResults(batches, numbers, is_preempted)
 
 
 def _by_name(results: Any) -> dict[str, Any]:
@@ -368,14 +372,6 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
             fix="return a tensor whose first dimension is the samples of the batch.",
         )
     return value.detach().cpu()
-
-
-def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, tuple[float, float]]]:
-    """What the score returned for each batch, as numbers. Reading them waits for the device."""
-    return [
-        {name: (float(total), float(count)) for name, (total, count) in results.items()}
-        for results in sums
-    ]
 
 
 def _add_up(
