@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_gpt import GPT, make_tokens, token_loss, wrap
 from small_trainings import loss_sum, make_data, make_training, small_net, train
 from torch import nn
 
 import paceline
 from paceline import Mesh
-from paceline.errors import NonFinite
+from paceline.errors import NonFinite, PeerFailed, SaveFailed
 from paceline.job import current_step
 from paceline.testing import Fault, digest, inject, run_failing_ranks, run_ranks
 
@@ -183,3 +184,19 @@ def test_the_last_step_is_saved_if_every_part_of_the_model_is_left(
         undisturbed = run_ranks(_layout, str(tmp_path / "other"), [], nproc=size, mesh=mesh)
         assert [start for start, _ in resumed] == [newest] * size
         assert resumed[0][1] == undisturbed[0][1]
+
+
+def _save_where_rank_0_cannot(job: Any, folder: str) -> str:
+    survivors = job.among([0, 1, 2], dist.PrefixStore("survivors", job.store))
+    with pytest.raises((SaveFailed, PeerFailed)) as raised:
+        paceline.Checkpoints(folder).save_after_failure(
+            survivors, 1, {"w": torch.ones(3)}, finite=()
+        )
+    return str(raised.value).splitlines()[0]
+
+
+def test_all_ranks_that_save_together_get_the_error_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    own, *others = run_ranks(_save_where_rank_0_cannot, f"{tmp_path}/file/run", nproc=3)
+    assert own.startswith(f"the folder {tmp_path}/file/run cannot be changed")
+    assert all(text.startswith(f"rank 0 failed first: SaveFailed: {own[:40]}") for text in others)

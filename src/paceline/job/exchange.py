@@ -292,12 +292,15 @@ class StoreExchange(Exchange):
         self._store, self._rank, self._size = store, rank, size
         self._num_sent = 0
 
+    def send(self, call: str, body: bytes = b"", numbers: torch.Tensor | None = None) -> Any:
+        self._num_sent += 1
+        self._store.set(f"gather/{self._num_sent}/{self._rank}", body)  # type: ignore[arg-type] # bytes too
+
     def gather_bytes(
         self, call: str, body: bytes, *, fix: str = ON_EVERY_RANK, has_timeout: bool = True
     ) -> list[bytes]:
-        self._num_sent += 1
+        self.send(call, body)
         keys = [f"gather/{self._num_sent}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], body)  # type: ignore[arg-type] # it takes bytes too
         return [self._store.get(key) for key in keys]  # each waits for its rank
 
     def close(self) -> None:
