@@ -108,7 +108,7 @@ def test_removing_one_of_two_manifests_of_the_same_files_keeps_them(job: Job, ur
     store = open_store(url)
     paceline.Checkpoints(url).save(job, 1, _state(1.0))
     paceline.Checkpoints(url).save(job, 2, _state(2.0))
-    text = store.read("step-1/manifest.json", 0, store.size("step-1/manifest.json"))
+    text = store.read("step-1/manifest.json")
     store.write("damaged-1/manifest.json", [text])  # of an interrupted move
     paceline.Checkpoints(url, keep=1).save(job, 3, _state(3.0))
     assert committed(store) == [3]

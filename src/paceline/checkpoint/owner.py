@@ -168,7 +168,7 @@ def _taken(store: Store, owner: Owner | None) -> CheckpointError:
 def _read(store: Store) -> Owner | None:
     """The record; None if there is none, or if it is being written."""
     try:
-        return Owner(**json.loads(store.read(RECORD, 0, store.size(RECORD))))
+        return Owner(**json.loads(store.read(RECORD)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

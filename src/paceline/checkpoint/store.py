@@ -72,20 +72,16 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def size(self, path: str) -> int:
-        """The size of a file in bytes; FileNotFoundError if it does not exist."""
-        return os.stat(self._path(path)).st_size
-
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """The sizes of those files in a folder in bytes that exist, by name."""
         found = {}
         for name in names:  # a client of a file server may have an old listing of the folder
             with contextlib.suppress(FileNotFoundError):
-                found[name] = self.size(f"{folder}/{name}")
+                found[name] = os.stat(self._path(f"{folder}/{name}")).st_size
         return found
 
-    def read(self, path: str, offset: int, size: int) -> bytearray:
-        """Read bytes of a file; fewer if it is shorter."""
+    def read(self, path: str, offset: int = 0, size: int = -1) -> bytearray:
+        """Read bytes of a file, by default all; fewer if it is shorter."""
         with open(self._path(path), "rb") as file:
             file.seek(offset)
             return bytearray(file.read(size))
@@ -199,15 +195,13 @@ class RemoteStore(Store):
         listed = self._list(folder)  # one request, also for many files
         return {name: int(listed[name]["size"]) for name in names if name in listed}
 
-    def size(self, path: str) -> int:
-        with self._call("read", path) as (fs, full):
-            fs.invalidate_cache()
-            return int(fs.size(full))
-
-    def read(self, path: str, offset: int, size: int) -> bytearray:
+    def read(self, path: str, offset: int = 0, size: int = -1) -> bytearray:
         if size == 0:  # not a range in HTTP
             return bytearray()
         with self._call("read", path) as (fs, full):
+            if size < 0:
+                fs.invalidate_cache()  # it may know the size of an earlier file
+                return bytearray(fs.cat_file(full))
             return bytearray(fs.cat_file(full, start=offset, end=offset + size))
 
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
@@ -326,7 +320,7 @@ def is_committed(store: Store, manifest: Manifest) -> bool:
         OSError: the storage cannot be read.
     """
     try:
-        return _text(store, manifest.folder) == manifest.render().encode()
+        return store.read(f"{manifest.folder}/{NAME}") == manifest.render().encode()
     except FileNotFoundError:
         return False
 
@@ -335,11 +329,6 @@ def withdraw(store: Store, manifest: Manifest) -> None:
     """Undo `commit`, unless another job has written a checkpoint of that name since."""
     if is_committed(store, manifest):
         store.remove(manifest.folder)
-
-
-def _text(store: Store, folder: str) -> bytearray:
-    path = f"{folder}/{NAME}"
-    return store.read(path, 0, store.size(path))
 
 
 def remove(store: Store, steps: Iterable[int]) -> None:
@@ -386,7 +375,8 @@ def _used_parts(store: Store) -> set[str]:
     found: set[str] = set()
     for name in set(store.names()) - {PARTS}:
         if NAME in store.names(name):
-            found |= set(IN_PARTS.findall(_text(store, name).decode(errors="replace")))
+            text = store.read(f"{name}/{NAME}").decode(errors="replace")
+            found |= set(IN_PARTS.findall(text))
     return found
 
 
@@ -399,7 +389,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
     """
     folder = f"step-{step}"
     try:
-        text = _text(store, folder).decode()
+        text = store.read(f"{folder}/{NAME}").decode()
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise Damaged(f"{NAME}: {error}") from error
     return dataclasses.replace(parse(text, f"{store.root}/{folder}"), folder=folder)

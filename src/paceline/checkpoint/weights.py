@@ -391,7 +391,7 @@ def _in_memory(content: Any, path: str) -> Weights:
 def _remote_file(url: str) -> Weights:
     folder, _, last = url.rpartition("/")
     store = open_store(folder)
-    data = bytes(store.read(last, 0, store.size(last)))
+    data = bytes(store.read(last))
     if last.endswith(".safetensors"):
         return _in_memory(safetensors_torch().load(data), url)
     return _in_memory(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), url)
