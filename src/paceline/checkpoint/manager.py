@@ -309,12 +309,15 @@ class Checkpoints:
 
         Collective: all ranks.
         """
+        self._cancel()
+        self.last_saved = max(collectives.gather(job, self.last_saved))
+
+    def _cancel(self) -> None:
         save, self._in_flight = self._in_flight, None
         if save is not None:
             save.cancel()
             if save.outcome is not None and save.outcome.kind == "saved":
                 self.last_saved = save.step
-        self.last_saved = max(collectives.gather(job, self.last_saved))
         self._buffer = Buffer()  # the cancelled save may still write from the other one
         self._newest, self._attempts, self._is_behind = None, 0, False
 
@@ -328,11 +331,7 @@ class Checkpoints:
 
         Collective: the ranks of `job`.
         """
-        if (save := self._in_flight) is not None:
-            self._in_flight = None
-            save.cancel()
-        self._buffer = Buffer()  # the cancelled save may still write from the other one
-        self._newest = None  # to own the folder, if another rank did
+        self._cancel()
         if collectives.on_rank0(job, lambda: step in committed(self._store)):
             return  # it was in flight
         self._planner = Planner()  # these ranks write the shares of the others too

@@ -120,7 +120,7 @@ class Callbacks:
 class _Best(Callback):
     """The best value of a metric so far."""
 
-    def __init__(self, metric: str, mode: Mode, min_delta: float) -> None:
+    def __init__(self, metric: str = "loss", *, mode: Mode = "min", min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f'mode must be "min" or "max", got {mode!r}.')
         if not min_delta >= 0:
@@ -181,7 +181,7 @@ class EarlyStopping(_Best):
         self, metric: str = "loss", *, patience: int = 3, mode: Mode = "min", min_delta: float = 0.0
     ) -> None:
         require_integers(1, patience=patience)
-        super().__init__(metric, mode, min_delta)
+        super().__init__(metric, mode=mode, min_delta=min_delta)
         self.patience = patience
         self.num_bad = 0
 
@@ -236,9 +236,6 @@ class BestCheckpoint(_Best):
 
     Collective: none to create it.
     """
-
-    def __init__(self, metric: str = "loss", *, mode: Mode = "min", min_delta: float = 0.0) -> None:
-        super().__init__(metric, mode, min_delta)
 
     def on_fit_start(self, training: Training) -> None:
         if training.checkpoints is None:

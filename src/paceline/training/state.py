@@ -85,8 +85,8 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
     for model, values in zip(models, saved["models"], strict=True):
         _check_shapes(model, values)
     names = _parameter_names(models)
-    for optimizer_index, (optimizer, values) in enumerate(
-        zip(optimizers, saved["optimizers"], strict=True)
+    for optimizer_index, (optimizer, values, other_type) in enumerate(
+        zip(optimizers, saved["optimizers"], saved["optimizer_types"], strict=True)
     ):
         ours = _group_names(optimizer, names)
         theirs = [group["params"] for group in values["param_groups"]]
@@ -105,13 +105,10 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                     fix=_SAME_OPTIMIZER,
                     parameter=differing[0],
                 )
-    types = [type(optimizer).__name__ for optimizer in optimizers]
-    for optimizer_index, (own_type, other) in enumerate(
-        zip(types, saved["optimizer_types"], strict=True)
-    ):
-        if own_type != other:
+        if type(optimizer).__name__ != other_type:
             raise CheckpointError(
-                f"optimizer {optimizer_index} is {own_type}, the checkpoint was trained with {other}.",
+                f"optimizer {optimizer_index} is {type(optimizer).__name__}, the checkpoint was trained with "
+                f"{other_type}.",
                 fix=_SAME_OPTIMIZER,
             )
 
