@@ -147,7 +147,6 @@ def test_training_goes_on_if_one_rank_cannot_upload(
             in text
         )
         assert "reduce your request rate" in text
-        assert "limits the rate of requests" in text
         assert SECRET not in outcome.text
     assert committed(store) == [2, 6, 8]
     assert [numbers for numbers, *_ in run_ranks(_train, URL, 8, nproc=2)] == [[], []]
@@ -159,7 +158,7 @@ def test_wrong_buckets_and_credentials_are_errors_on_all_ranks_at_the_start(
     for outcome in run_failing_ranks(_train, "s3://nobucket/run", 4, nproc=3):
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert "s3://nobucket/run/.paceline-probe-" in str(outcome.error)
-        assert "create the bucket, or correct its name" in outcome.error.fix
+        assert "bucket does not exist" in str(outcome.error)
     assert len(server.all_keys()) == 0
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -167,7 +166,7 @@ def test_wrong_buckets_and_credentials_are_errors_on_all_ranks_at_the_start(
     for outcome in run_failing_ranks(_train, URL, 4, nproc=2):
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert "Unable to locate credentials" in str(outcome.error)
-        assert "AWS_ACCESS_KEY_ID" in outcome.error.fix
+        assert "the credentials of all ranks" in outcome.error.fix
 
 
 _SCRIPT = """

@@ -16,7 +16,7 @@ EXTRAS = {
 }
 _LONGEST_TEXT = 300  # characters of an error; Azure's list all ways to log in
 FIX = (
-    "check the address and the network, the credentials of all ranks, and their permission to list, read, "
+    "check the bucket and the network, the credentials of all ranks, and their permission to list, read, "
     "write and delete there."
 )
 
