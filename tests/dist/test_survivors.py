@@ -195,6 +195,7 @@ def _save_where_rank_0_cannot(job: Any, folder: str) -> str:
     return str(raised.value).splitlines()[0]
 
 
+@pytest.mark.ci
 def test_all_ranks_that_save_together_get_the_error_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     own, *others = run_ranks(_save_where_rank_0_cannot, f"{tmp_path}/file/run", nproc=3)
