@@ -200,8 +200,6 @@ def _bad(job: Any, kind: str) -> None:
             return model(x).sum(), len(y)  # type: ignore[return-value]
         if kind == "rows":
             return {"r": model(x).sum()}
-        if kind == "name":
-            return {"values": (1.0, 1)}
         if kind == "texts":
             return {"r": ("text",)}
         return {"r": model(x)}
@@ -246,7 +244,6 @@ WRONG = {
     "empty": "ConfigError",
     "stream": "ConfigError",
     "lengths": "StepError",
-    "name": "StepError",
     "texts": "StepError",
 }
 

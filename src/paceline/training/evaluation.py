@@ -52,6 +52,8 @@ class Evaluation:
         num_samples: Number of samples, each evaluated once.
         values: All results: floats, metrics' values, gathered tensors (on the CPU).
 
+    A result that is named as one of these attributes is read by `result["values"]`.
+
     Collective: none; all ranks hold the same results.
     """
 
