@@ -219,7 +219,7 @@ def preempt_trial(nproc: int, rng: random.Random, expected: str) -> tuple[str, f
             injected = time.time()
             process.send_signal(signal.SIGTERM)
             code = process.wait(DEADLINE_S)
-            last = [rows(path)[-1] for path in folder.glob("ledger-*")]
+            last = [rows(path)[-1] for path in folder.glob("done-*")]
             again = start(folder, settings, words).wait(DEADLINE_S)
         except (TimeoutError, subprocess.TimeoutExpired) as error:
             process.kill()

@@ -69,22 +69,22 @@ def main() -> None:
 
         for step in training.steps(epochs=settings["epochs"]):
             at("data", step.number)
-            ids: list[int] = []
+            seen: set[int] = set()
             for x, y, which in step:
-                ids += which.tolist()
+                # A step runs twice if the scale of the exact sums changes.
+                ids = [number for number in which.tolist() if number not in seen]
+                seen.update(ids)
+                # Before the backward: with these gradients others may complete and save this step.
+                row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
+                write(f"ledger-{job.rank}", row)
                 loss = functional.cross_entropy(model(x), y, reduction="sum")
                 at("forward", step.number)
                 step.backward(loss, count=len(y), reduction="sum")
                 time.sleep(settings["slow_s"])
-            if settings["reproducible"]:
-                # A step runs twice if the scale of the exact sums changes.
-                ids = list(dict.fromkeys(ids))
-            # Before the update: other ranks may save this step if this one is killed after it.
-            row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
-            write(f"ledger-{job.rank}", row | {"time": time.time()})
             at("update", step.number)
             step.update()
-            write(f"done-{job.rank}", {"attempt": attempt, "step": step.number, "pid": os.getpid()})
+            row = {"attempt": attempt, "step": step.number, "pid": os.getpid()}
+            write(f"done-{job.rank}", row | {"time": time.time()})
             total = float(step.loss).hex()  # a sum over ranks, so every rank calls it
             at("end", step.number)
             if job.rank == 0:
