@@ -574,6 +574,38 @@ def _diverged_statistics(job: Any, folder: str) -> None:
         paceline.unwrap(model)[1].running_var.fill_(math.inf)
 
 
+def _skips_a_bad_sample(job: Any, folder: str) -> list[tuple[int, torch.Tensor]]:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(
+        job,
+        model,
+        optimizer,
+        batches,
+        checkpoints=paceline.Checkpoints(folder, every_steps=3),
+        on_non_finite="skip",
+    )
+    seen = []
+    for step in training.steps(until=3):
+        for batch in step:
+            if step.number == 2 and job.rank == 0:
+                batch[0][0] = math.nan
+            step.backward(loss_sum(model, batch), count=len(batch[1]), reduction="sum")
+        step.update()
+        seen.append((training.num_skipped, paceline.unwrap(model)[1].running_mean.clone()))
+    return seen
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_step_that_is_left_out_leaves_no_trace_in_batchnorm(nproc: int, tmp_path: Path) -> None:
+    for seen in run_ranks(_skips_a_bad_sample, str(tmp_path), nproc=nproc):
+        assert [number for number, _ in seen] == [0, 1, 1]
+        first, second, third = (mean for _, mean in seen)
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+
+
 def test_infinite_statistics_are_not_saved(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_diverged_statistics, str(tmp_path), nproc=1):
         assert isinstance(outcome.error, NonFinite), outcome.text

@@ -476,3 +476,22 @@ def test_a_signal_while_the_ranks_restart_requests_a_restart(tmp_path: Path, num
     done = finish(process)
     assert done.code == 75, done
     assert f"received {number} during a restart; exit code 75 requests another one" in done.err
+
+
+WORKER = """
+import os, signal, time
+from paceline.job.preemption import notice
+notice.ignore_in_worker()
+for pause in (0, 1.1, 0):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("alive", flush=True)
+    time.sleep(pause)
+"""
+
+
+@pytest.mark.ci
+def test_two_sigterms_within_a_second_are_one_in_a_loader_worker() -> None:
+    """A scheduler and the launcher may both send it. One that comes later ends the worker."""
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True)
+    assert done.stdout.split() == ["alive"] * 2, done.stderr
+    assert done.returncode == -signal.SIGTERM

@@ -153,7 +153,7 @@ class Notice:
         for number in SIGNALS:
             if signal.getsignal(number) in ours:
                 term = number == signal.SIGTERM
-                signal.signal(number, _ignore_once if term else signal.SIG_IGN)
+                signal.signal(number, _ignore_first if term else signal.SIG_IGN)
 
     def _restore(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -178,8 +178,16 @@ class Notice:
         signal.raise_signal(number)
 
 
-def _ignore_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+def _ignore_first(number: int, frame: FrameType | None) -> None:
+    """As `Notice._note` counts: signals within a second are one."""
+    first_at = time.monotonic()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - first_at >= SAME_SIGNAL_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(number, end)
 
 
 notice = Notice()

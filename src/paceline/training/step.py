@@ -34,6 +34,7 @@ from paceline.job.exchange import IN_SUM
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.loss_graph import discard_gradients
 from paceline.parallel.modules import local, whole
 from paceline.parallel.strategy import Strategy
@@ -61,6 +62,7 @@ class StepContext:
         check_losses_until: Losses of steps below this number are checked for being sums.
         auto: With `micro_batch="auto"`: repeats steps that run out of memory.
         recheck: With `recheck_every`: computes steps again.
+        buffers: Those of the models before the step, if it may be undone or left out.
         recover: Called with an error of a step's collectives. It raises this error or its cause, or continues
             the training in place, with `Step.begin_again` or `Step.take_over`.
     """
@@ -80,6 +82,7 @@ class StepContext:
     check_losses_until: int = 0
     auto: AutoMicroBatch | None = None
     recheck: Recheck | None = None
+    buffers: Buffers | None = None
     _start: torch.Tensor | None = None  # the last result of `start_of`, for `_start_for`
     _start_for: tuple[float, torch.dtype, torch.device] | None = None
 
@@ -511,6 +514,8 @@ class Step:
         if self.is_done:
             context.precision.end_step()  # first: `count` may raise
             was_stepped = [each.was_stepped for each in attempt.records]
+            if context.buffers is not None and not any(was_stepped):
+                context.buffers.restore()  # BatchNorm's statistics may hold NaN now
             context.non_finite.count(self.number, was_stepped, attempt.losses)
             for each in attempt.records:
                 if each.was_stepped and each.trained.scheduler is not None:

@@ -202,7 +202,6 @@ class Training:
                 # Scaled gradients may overflow. On a device, reading one waits for it.
                 reads_gradients=not formats.scales and (skips or job.device.type == "cpu"),
             )
-        self._buffers: Buffers | None = None  # while a step in progress may be undone
         self._recovers = False  # in place
         self._has_connected_again = False  # since the loop began, or just before
         self.checkpoints = checkpoints
@@ -512,8 +511,8 @@ class Training:
                 context.strategy.check()
             self._step = step
             current_step.step = step.number
-            if self._buffers is not None:
-                self._buffers.keep()
+            if context.buffers is not None:
+                context.buffers.keep()
             step.advance(BEFORE_SUM)
             try:
                 yield step
@@ -669,10 +668,12 @@ class Training:
         elif job_recovery.is_on(os.environ):
             job_recovery.tell_launcher("recovers")
         self._recovers = job_recovery.is_on(os.environ) and not why_not
-        has_use = self._recovers or self._may_save_after_failure
+        context = self._context
+        skips = context.non_finite.are_skipped or context.precision.scales
+        has_use = self._recovers or self._may_save_after_failure or skips
         # A checkpoint has the saved buffers; a step that is repeated in place reads the others too.
         saved_only = not self._recovers
-        self._buffers = Buffers(self.models, saved_only=saved_only) if has_use else None
+        context.buffers = Buffers(self.models, saved_only=saved_only) if has_use else None
 
     def _why_not_in_place(self) -> str:
         return recovery.why_not(self.models, self._context, self.batches, keeps=self._state.keeps)
@@ -689,8 +690,8 @@ class Training:
         if not self._recovers or saves_best or not job_recovery.is_lost_peer(error):
             self.job.reraise(error)
         is_cancelled = self.checkpoints is not None and self.checkpoints.is_saving
-        if not step.is_done and self._buffers is not None:
-            self._buffers.restore()  # before another rank gets them
+        if not step.is_done and self._context.buffers is not None:
+            self._context.buffers.restore()  # before another rank gets them
         self._connect_again(error)
         current_step.step = step.number
         assert self.job.exchange is not None
@@ -947,8 +948,8 @@ class Training:
                 return
             if step.is_done:  # the weights are those of this step
                 self.number, self._last = step.number, step._planned
-            elif self._buffers is not None:
-                self._buffers.restore()
+            elif self._context.buffers is not None:
+                self._context.buffers.restore()
         if self.number <= checkpoints.last_saved:
             return
 
