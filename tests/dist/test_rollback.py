@@ -13,7 +13,7 @@ from small_trainings import loss_sum, make_data, refusals, small_net
 
 import paceline
 from paceline.errors import NonFinite
-from paceline.testing import digest, run_ranks
+from paceline.testing import digest, run_failing_ranks, run_ranks
 
 CI_1, CI_3 = (pytest.param(n, marks=pytest.mark.ci) for n in (1, 3))
 STEPS = 12
@@ -221,3 +221,25 @@ def test_after_a_rollback_the_loss_scale_begins_a_new_step(
     kind: str, left_at: int, tmp_path: Path
 ) -> None:
     assert run_ranks(_scaled, tmp_path, kind, nproc=1) == [([left_at], 64)]
+
+
+class _Broken(_Counter):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("cannot be loaded")
+
+
+def _fails_in_rollback(job: Any, folder: Path) -> None:
+    training = _training(job, folder)
+    training.keep(counter=_Broken())
+    for step in training.steps(until=STEPS):
+        step.run(lambda batch: loss_sum(training.models[0], batch), reduction="sum")
+        step.update()
+        if step.number == BAD:
+            training.rollback()
+
+
+def test_a_rollback_that_fails_saves_no_step(tmp_path: Path) -> None:
+    (outcome,) = run_failing_ranks(_fails_in_rollback, tmp_path, nproc=1)
+    assert isinstance(outcome.error, ValueError)
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert sorted(saved) == ["step-3", f"step-{SAVED}"]

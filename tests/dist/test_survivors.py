@@ -17,8 +17,9 @@ from torch import nn
 
 import paceline
 from paceline import Mesh
-from paceline.errors import NonFinite, PeerFailed, SaveFailed
+from paceline.errors import NonFinite, PeerFailed, SaveFailed, StepError
 from paceline.job import current_step
+from paceline.job import job as job_module
 from paceline.testing import Fault, digest, inject, run_failing_ranks, run_ranks
 
 STEPS = 12
@@ -70,6 +71,7 @@ def _train(
                 inject(job, faults, step.number, "backward")
             loss = loss_sum(model, batch) * (wrong if step.number > LAST else 1.0)
             step.backward(loss, reduction="sum")
+        inject(job, faults, step.number, "summed")
         step.update(optimizers[0])
         inject(job, faults, step.number, "updated one")
         step.update(optimizers[1])
@@ -86,6 +88,7 @@ def _fault(rank: int, kind: Any, phase: str) -> list[Fault]:
 CASES = [
     # the fault, the number of ranks, and the step after which the next run begins
     (_fault(0, "raise", "backward"), 1, LAST),
+    pytest.param(_fault(0, "raise", "summed"), 1, LAST, marks=pytest.mark.ci),
     (_fault(0, "raise", "updated"), 1, LAST + 1),
     (_fault(0, "raise", "updated one"), 1, 5),  # no state of a whole step is left
     (_fault(0, "kill", "backward"), 2, LAST),
@@ -119,6 +122,37 @@ def test_the_forwards_of_the_step_in_progress_leave_no_trace(tmp_path: Path) -> 
     resumed = run_ranks(_train, folder, [], 1.0, Counts, nproc=2)
     undisturbed = run_ranks(_train, None, [], 1.0, Counts, nproc=2)
     assert resumed[0] == (LAST, undisturbed[0][1])
+
+
+def _train_on_a_busy_device(job: Any, folder: str, faults: list[Fault]) -> Any:
+    job_module.becomes_idle = lambda device: False  # type: ignore[attr-defined]
+    return _train(job, folder, faults)
+
+
+@pytest.mark.ci
+def test_nothing_is_saved_if_the_device_waits_for_a_lost_rank(tmp_path: Path) -> None:
+    faults = _fault(1, "kill", "backward")
+    run_failing_ranks(_train_on_a_busy_device, str(tmp_path), faults, nproc=2, faults=faults)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-5"]
+
+
+def _leave_one_out(job: Any, folder: str) -> None:
+    model = paceline.ddp(job, small_net())
+    first, *others = model.parameters()
+    optimizers = [torch.optim.Adam([first]), torch.optim.Adam(others)]
+    batches = paceline.Batches(job, make_data(), global_batch=4)
+    checkpoints = paceline.Checkpoints(folder, every_steps=2)
+    training = paceline.Training(job, model, optimizers, batches, checkpoints=checkpoints)
+    for step in training.steps(until=STEPS):
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
+        for optimizer in optimizers[: 1 if step.number == 4 else 2]:
+            step.update(optimizer)
+
+
+def test_half_a_step_is_not_saved(tmp_path: Path) -> None:
+    (outcome,) = run_failing_ranks(_leave_one_out, str(tmp_path), nproc=1)
+    assert isinstance(outcome.error, StepError)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
 
 
 def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:

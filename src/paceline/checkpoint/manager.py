@@ -32,7 +32,7 @@ from paceline.checkpoint.store import (
     verify,
 )
 from paceline.checkpoint.writer import Buffer, Content, Save, SaveOutcome, Staging
-from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
+from paceline.errors import CheckpointError, ConfigError, NonFinite, PeerFailed, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.arguments import require_integers, require_positive
 from paceline.job.job import Job
@@ -167,6 +167,7 @@ class Checkpoints:
         Raises:
             ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
+            PeerFailed: if `wait`: another rank failed meanwhile.
             CheckpointError: on all ranks: the state cannot be saved, another job saves there, or the folder
                 holds a checkpoint of this or a later step.
             NonFinite: on all ranks, if `wait`; see `finite`.
@@ -253,11 +254,17 @@ class Checkpoints:
 
         Raises:
             SaveFailed, CheckpointError, NonFinite: see `save`.
+            PeerFailed: if `required`: another rank failed before it had written its part.
 
         Collective: all ranks, if one of them does.
         """
         save, self._in_flight = self._in_flight, None
-        if save is None or (outcome := save.wait()) is None:
+        if save is None:
+            return
+        outcome = save.wait()
+        if outcome is None:
+            if required:
+                raise _peer_failed(job, save.step)
             return
         if outcome.kind == "saved":
             self.last_saved = self._newest = save.step
@@ -494,3 +501,12 @@ class Checkpoints:
             path=str(self.folder),
             step=step,
         )
+
+
+def _peer_failed(job: Job, step: int) -> PeerFailed:
+    failure = None if job.peers is None else job.peers.failure_behind_broken_collective()
+    return failure or PeerFailed(
+        f"another rank failed while step {step} was saved.",
+        where=job.where(),
+        why="a checkpoint needs the parts of all ranks.",
+    )

@@ -178,13 +178,15 @@ class Save:
         self._cancel = threading.Event()
         self._has_written = False
         self._acks: dist.Store | None = None
-        self._marks: dist.Store | None = None  # where failed ranks leave a mark
+        self._marks: dist.Store | None = (
+            None  # where failed ranks leave a mark; None after a failure
+        )
         if job.store is not None:
             own_client: dist.Store = job.store.clone()  # type: ignore[attr-defined] # not in torch's stubs
             # Counted for the job, because it may have several `Checkpoints`. All ranks count alike.
             number = job.store.add(f"checkpoint/saves/{job.rank}", 1)
             self._acks = dist.PrefixStore(f"checkpoint/{number}", own_client)
-            self._marks = own_client
+            self._marks = None if job.peers is None else own_client
         self._thread = threading.Thread(target=self._run, name="paceline-save", daemon=True)
         notice.commits.add(self.finish_commit)
         self._thread.start()
@@ -289,13 +291,13 @@ class Save:
     def _await(self, keys: list[str]) -> None:
         """Wait until all keys are set, however slow a rank's storage is, unless a rank has failed."""
         assert self._acks is not None
-        assert self._marks is not None
         warn_at_s, pause_s = _LATE_S, _POLL_S
         while not self._acks.check(keys):
             if self._cancel.wait(pause_s):
                 raise _Cancelled
             # A rank that failed because of this save has given the outcome before.
-            if Peers.has_failure(self._marks) and not self._acks.check(keys):
+            has_failed = self._marks is not None and Peers.has_failure(self._marks)
+            if has_failed and not self._acks.check(keys):
                 raise _Cancelled
             pause_s = min(2 * pause_s, 0.1)
             age_s = time.monotonic() - self._began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.job import environment
 from paceline.shm import group as shm
+
+_IDLE_S = 1.0  # a step that needs no lost rank ends within this time as a rule
+_POLL_S = 0.005
 
 
 def choose_device(asked: str | torch.device | None, info: environment.RankInfo) -> torch.device:
@@ -95,3 +99,23 @@ def _over_mpi4py(part: str, info: environment.RankInfo) -> str:
         where = f"rank {info.rank} of {info.world_size}"
         mpi_world.refuse_wrong_world(info.world_size, where=where)
     return f"{device}{colon}{mpi.NAME}"
+
+
+def becomes_idle(device: torch.device) -> bool:
+    """Whether a device ends the work that was queued for it, within a second.
+
+    The program runs ahead of an accelerator: its optimizer steps may be queued behind a collective that waits
+    for a lost rank. When the process groups are aborted they would run, with gradients that are not summed.
+    """
+    if device.type == "cpu":
+        return True
+    deadline = time.monotonic() + _IDLE_S
+    try:
+        stream = torch.accelerator.current_stream(device)
+        while not stream.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+    except torch.AcceleratorError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,9 @@ _ENDED = "ended"
 
 _POLL_S = 0.005
 _READERS_WAIT_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not ended
+
+# Set when the launcher tells this rank that another one has failed; a rank that was killed leaves no mark.
+peer_failed = threading.Event()
 
 
 class Peers:
@@ -64,7 +68,7 @@ class Peers:
     @staticmethod
     def has_failure(store: dist.Store) -> bool:
         """Whether a rank of the job has failed; for threads, which have their own client of the store."""
-        return bool(store.check([f"{PREFIX}/{_FAILED}"]))
+        return peer_failed.is_set() or bool(store.check([f"{PREFIX}/{_FAILED}"]))
 
     def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
         """The error to raise because another rank failed first; None if none is known."""

@@ -38,7 +38,7 @@ from paceline.job import current_step, environment, failures, ray, recovery, ren
 from paceline.job.all_gather import AllGather
 from paceline.job.arguments import require_positive
 from paceline.job.current_step import OUTSIDE
-from paceline.job.devices import choose_backend, choose_device
+from paceline.job.devices import becomes_idle, choose_backend, choose_device
 from paceline.job.exchange import FOREVER, LEFT_JOB, LEFT_LOOP, Exchange, StoreExchange
 from paceline.job.failures import Peers
 from paceline.job.forks import wait_before_forks
@@ -90,6 +90,8 @@ class Job:
         alive: whether the job has not been left.
         failed: whether an error ends the job.
         failure: that error; None if there is none.
+        is_sound: False if the device had not ended its work when the job failed, so that the weights are
+            those of no step.
         preempted: the preemption that ends the job, if one does.
         left_loops: the training loops that this rank left early, until `check_loop_exit`.
         state_ranks: the ranks whose states together have the names of all tensors in a checkpoint: one of
@@ -130,6 +132,7 @@ class Job:
         self.alive = True
         self.failed = False
         self.failure: BaseException | None = None
+        self.is_sound = True
         self.preempted: Preempted | None = None
         self.left_loops: list[LeftLoop] = []
         self.state_ranks: tuple[int, ...] = (0,)
@@ -304,6 +307,7 @@ class Job:
             self.peers.mark_failed(error)
         failures.tell_launcher(error)
         if self.group is not None:  # before the actions: the other ranks must not wait for them
+            self.is_sound = self.is_sound and becomes_idle(self.device)
             failures.abort_process_groups()
         while self._leave_actions:
             try:
@@ -370,6 +374,9 @@ class Job:
         """
         assert self._base_store is not None
         if not self.is_replacement:
+            self.is_sound = becomes_idle(self.device)
+            if not self.is_sound:
+                raise cause
             self._close_groups()
             following = self.generation + 1
             if not recovery.tell_launcher("waits", step=current_step.step, generation=following):

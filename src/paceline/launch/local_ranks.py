@@ -624,7 +624,9 @@ class LocalRanks:
             if not may_save:
                 rank.told_to_end_at = rank.told_to_end_at or time.time()
                 if rank.saves_after_failure and not rank.hung:
-                    continue  # it gets an error from its next collective
+                    # Its next collective raises an error. A save that it waits for has none.
+                    rank.send({"do": "peer_failed"})
+                    continue
                 rank.send({"do": "ignore_preemption"})
             rank.send_signal(number)
         self._wait_done(self.ranks, grace_s, skip_grace)

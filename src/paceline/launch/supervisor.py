@@ -522,7 +522,12 @@ class Supervisor:
         if exchange is not None:
             elsewhere, silent = exchange.exchange_outcomes(local.outcomes(), signalled)
         grace_s = self._options.grace_s(may_save=False)
-        local.stop(signal.SIGTERM, grace_s=grace_s, skip_grace=signalled, may_save=False)
+        local.stop(
+            signal.SIGTERM,
+            grace_s=grace_s,
+            skip_grace=lambda: self._signals.skip_grace,  # the ranks may save their last step
+            may_save=False,
+        )
         return local.clean_up(), elsewhere, silent
 
     def _fail(self) -> _Next:

@@ -124,6 +124,9 @@ class Control:
             case "give_up_recovery":
                 if recovery := sys.modules.get("paceline.job.recovery"):
                     recovery.announced.add(recovery.GIVEN_UP)
+            case "peer_failed":
+                if failures := sys.modules.get("paceline.job.failures"):
+                    failures.peer_failed.set()
             case "ignore_preemption":
                 _ignore_preemption()
             case "disconnect":

@@ -19,24 +19,43 @@ class Buffers:
     """
 
     def __init__(self, models: Sequence[nn.Module], *, saved_only: bool = False) -> None:
-        modules = [unwrap(model) for model in models]
-        found = [buffer for module in modules for buffer in module.buffers()]
+        roots = [unwrap(model) for model in models]
+        found = [
+            (module, name, buffer)
+            for root in roots
+            for module in root.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         if saved_only:
-            saved = {id(x) for m in modules for x in m.state_dict(keep_vars=True).values()}
-            found = [buffer for buffer in found if id(buffer) in saved]
-        # On a GPU a copy of tensors of one dtype is one kernel.
-        self._groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in found:
-            self._groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        self._copies = [[b.clone() for b in group] for group in self._groups.values()]
+            saved = {id(x) for root in roots for x in root.state_dict(keep_vars=True).values()}
+            found = [each for each in found if id(each[2]) in saved]
+        self._places = [(module, name) for module, name, _ in found]
+        self._copy([buffer for _, _, buffer in found])
 
+    @torch.no_grad()
+    def _copy(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        # On a GPU a copy of tensors of one dtype is one kernel.
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers:
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        self._groups = [(group, [b.clone() for b in group]) for group in groups.values()]
+
+    @torch.no_grad()
     def keep(self) -> None:
         """Copy them again."""
-        for copies, buffers in zip(self._copies, self._groups.values(), strict=True):
-            torch._foreach_copy_(copies, buffers)
+        buffers = [getattr(module, name) for module, name in self._places]
+        # A forward may assign another tensor, instead of changing the values of the first one.
+        if any(new is not old for new, old in zip(buffers, self._buffers, strict=True)):
+            self._copy(buffers)
+            return
+        for group, copies in self._groups:
+            torch._foreach_copy_(copies, group)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Undo what has changed since `keep`, or since this object was made."""
-        for copies, buffers in zip(self._copies, self._groups.values(), strict=True):
-            torch._foreach_copy_(buffers, copies)
+        for (module, name), buffer in zip(self._places, self._buffers, strict=True):
+            setattr(module, name, buffer)
+        for group, copies in self._groups:
+            torch._foreach_copy_(group, copies)

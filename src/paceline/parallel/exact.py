@@ -187,6 +187,9 @@ class ExactStrategy(Strategy):
             self._sum.finish()
         return fitted
 
+    def after_update(self, step: int, planned: PlannedStep) -> None:
+        self._sum.end_step()
+
     def leave_step(self) -> None:
         super().leave_step()
         set_sync(self._wrappers, True)
@@ -299,6 +302,7 @@ class ExactSum:
         self._integers = torch.empty(_CHUNK, dtype=torch.int64, device=device)
         self._count_bits = math.ceil(math.log2(max(1, most_micro_batches)))
         self.exponents: list[int] | None = None
+        self._next_exponents: list[int] | None = None  # of the step after the one in progress
         self.begin()
 
     def has(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -387,7 +391,12 @@ class ExactSum:
         if job.data.group is not None:
             _all_gather(self._gradient, mine.clone(), group=job.data.group)
         self._set_gradients()
-        self.exponents = _next_exponents(self._seen_exponents, self.exponents)
+        # Not before the update: a state that is saved until then is that of the step before.
+        self._next_exponents = _next_exponents(self._seen_exponents, self.exponents)
+
+    def end_step(self) -> None:
+        """The optimizers were updated."""
+        self.exponents = self._next_exponents
 
     def _exchanged(self) -> torch.Tensor:
         job, size = self._job, self._shard

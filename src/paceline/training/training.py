@@ -185,7 +185,7 @@ class Training:
         self._left: tuple[LeftLoop, Step] | None = None  # in which it was left early
         self._state = TrainingState(self._context, self.models, batches, reproducible=reproducible)
         self._loop_token = object()  # of the newest loop
-        self._rollback: str | None = None  # `data` of a call of `rollback` in the step in progress
+        self._rollback: str | None = None  # `data` of a call of `rollback`, until it is done
         self._report = Report(job)
         self._replica_check = ReplicaCheck(
             job, self.models, trained, desync_every, self._context.strategy.hosts
@@ -604,9 +604,9 @@ class Training:
         Args:
             is_last: Whether the loop ends, perhaps because it was preempted; `is_end`: as was asked for.
         """
-        self._step = None
         step.advance(AFTER_STEP)
         if not step.is_done:
+            self._leave_loop(step)
             raise StepError(
                 "the step was left without `step.update()`.",
                 where=self.job.where(),
@@ -614,6 +614,7 @@ class Training:
                 + ("." if len(self.optimizers) == 1 else ", without optimizer= or once for each."),
                 step=step.number,
             )
+        self._step = None
         self.number, self._last = step.number, step._planned
         if self.job.is_dry_run:
             self._end_dry_step(is_last=is_last or step.number >= dry_run.STEPS)
@@ -872,7 +873,7 @@ class Training:
         number, position = self.number, self.position
         if step is not None and step.number > number:
             number, position = step.number, step._planned.next_position
-        self._rollback = self._step = self._left = None
+        self._step = self._left = None
         self._context.leave_step()
         checkpoints.finish(self.job)
         saved = self._read_newest(checkpoints)
@@ -884,6 +885,7 @@ class Training:
                 path=str(checkpoints.folder),
             )
         self._load(saved)
+        self._rollback = None
         if data == "skip":
             self._start = position
         self._context.non_finite.num_in_row = 0
@@ -938,6 +940,14 @@ class Training:
         """Save the last completed step of a job that has failed."""
         checkpoints = self.checkpoints
         if checkpoints is None or not self._may_save_after_failure:
+            return
+        if self._rollback is not None:  # `number` may not be the step of the weights
+            return
+        if not self.job.is_sound:
+            log.logger.warning(
+                "the last step is not saved: the device still waited for a rank that was lost. The job "
+                "resumes from its last checkpoint."
+            )
             return
         assert self.job.failure is not None
         if self._recovers and not job_recovery.is_lost_peer(self.job.failure):
