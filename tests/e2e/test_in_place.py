@@ -78,57 +78,78 @@ def lose_peer_late(rank):
             torch.distributed.all_reduce(torch.zeros(1))
     DDPStrategy.finish = finish_late
 
-def main(faults=(), steps=40, before="", backend=None, workers=0, every_steps=1000, micro_batch=4,
-         disturbed=None, pause_s=0, nan=()):
+class Meter:
+    # Has no state before the first count.
+    count = 0
+    def state_dict(self):
+        return {"count": self.count} if self.count else {}
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+def main(before="", backend=None, disturbed=None, **settings):
     if disturbed is not None:
         disturb_recovery(disturbed)
     with paceline.join(backend=backend) as job:
-        torch.manual_seed(0)
-        if before == "late":
-            lose_peer_late(job.rank)
-        x = torch.randn(500, 16)
-        model = nn.Sequential(nn.Linear(16, 64), Counts(), nn.Dropout(0.1), nn.Linear(64, 4))
-        if before == "barrier":
-            torch.distributed.barrier()
-        wrap = paceline.fsdp if before == "fsdp" else paceline.ddp
-        model = wrap(job, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        data = torch.utils.data.TensorDataset(x, x[:, :4] * 2)
-        if workers:
-            data = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
-            batches = paceline.Batches(job, data)
-        else:
-            batches = paceline.Batches(job, data, global_batch=24, micro_batch=micro_batch)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        training = paceline.Training(
-            job, model, optimizer, batches, schedule=schedule,
-            checkpoints=paceline.Checkpoints("kept", every_steps=every_steps),
-            on_non_finite="skip" if nan else None,
-        )
-        training.report("report")
-        if before == "keep":
-            training.keep(meter=torch.nn.Linear(1, 1))
-        if before == "sum":
-            paceline.sum_over_ranks(job, 1.0)
-        for step in training.steps(until=steps):
-            for bx, by in step:
-                loss = nn.functional.mse_loss(model(bx), by)
-                if step.number in nan:
-                    loss = loss * torch.nan
-                fault(job.rank, step.number, faults)
-                step.backward(loss)
-                if before == "update inside":
-                    step.update()
-            if before != "update inside":
+        if before == "second":
+            train(job, folder="first")
+        train(job, before, **settings)
+
+def train(job, before="", faults=(), steps=40, workers=0, every_steps=1000, micro_batch=4, pause_s=0,
+          nan=(), folder="kept"):
+    torch.manual_seed(0)
+    if before == "late":
+        lose_peer_late(job.rank)
+    x = torch.randn(500, 16)
+    model = nn.Sequential(nn.Linear(16, 64), Counts(), nn.Dropout(0.1), nn.Linear(64, 4))
+    if before == "barrier":
+        torch.distributed.barrier()
+    wrap = paceline.fsdp if before == "fsdp" else paceline.ddp
+    model = wrap(job, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(x, x[:, :4] * 2)
+    if workers:
+        data = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
+        batches = paceline.Batches(job, data)
+    else:
+        batches = paceline.Batches(job, data, global_batch=24, micro_batch=micro_batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    meter = Meter()
+    training = paceline.Training(
+        job, model, optimizer, batches, schedule=None if before == "scheduler" else schedule,
+        checkpoints=paceline.Checkpoints(folder, every_steps=every_steps),
+        on_non_finite="skip" if nan else None,
+    )
+    training.report("report")
+    if before == "keep":
+        training.keep(meter=torch.nn.Linear(1, 1))
+    if before == "meter":
+        training.keep(meter=meter)
+    if before == "sum":
+        paceline.sum_over_ranks(job, 1.0)
+    for step in training.steps(until=steps):
+        if before == "log":
+            training.log(reduce="sum", ones=1.0)
+        for bx, by in step:
+            meter.count += 1
+            loss = nn.functional.mse_loss(model(bx), by)
+            if before == "meter":
+                loss = loss * (1 + meter.count / 100)
+            if step.number in nan:
+                loss = loss * torch.nan
+            fault(job.rank, step.number, faults)
+            step.backward(loss)
+            if before == "update inside":
                 step.update()
-            time.sleep(pause_s if step.number == 30 else 0)
-            with open("rows", "a") as file:
-                file.write(json.dumps([job.rank, os.getpid(), step.number]) + "\\n")
-        training.export("end.pt")
-        with open(f"buffers-{job.rank}", "w") as file:
-            file.write(digest(list(model.buffers())))
-        with open(f"skipped-{job.rank}", "w") as file:
-            file.write(str(training.num_skipped))
+        if before != "update inside":
+            step.update()
+        time.sleep(pause_s if step.number == 30 else 0)
+        with open("rows", "a") as file:
+            file.write(json.dumps([job.rank, os.getpid(), step.number]) + "\\n")
+    training.export("end.pt")
+    with open(f"buffers-{job.rank}", "w") as file:
+        file.write(digest(list(model.buffers())))
+    with open(f"skipped-{job.rank}", "w") as file:
+        file.write(str(training.num_skipped))
 
 main(**json.loads(os.environ["SETTINGS"]))
 """
@@ -253,15 +274,34 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep"])
+@pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep", "second"])
 def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_path: Path) -> None:
-    """A call before the training, which the others do not make; a model in parts; a kept object."""
+    """A call that the others do not make; a model in parts; a kept object; a second training."""
     settings = {"before": before, "every_steps": 5}
     _, expected, _ = train(tmp_path / "undisturbed", ranks=2, **settings)
     faults = [[1, 23, "kill"]]
     end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, faults=faults, **settings)
     assert "restarted ranks" in end.err, end.err
     assert found == expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("before", ["scheduler", "meter"])
+def test_all_start_again_where_a_state_would_differ(before: str, tmp_path: Path) -> None:
+    """A scheduler that the training does not know; an object that was empty when the loop began."""
+    settings = {"before": before, "faults": [[1, 23, "kill"]]}
+    end, _, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
+    assert "replaced in place" not in end.err
+    assert "restarted ranks" in end.err, end.err
+
+
+@pytest.mark.ci
+def test_values_that_were_logged_in_the_repeated_step_are_kept(tmp_path: Path) -> None:
+    settings = {"before": "log", "faults": [[1, 20, "kill"]]}
+    end, _, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
+    assert_replaced(end, 1)
+    lines = map(json.loads, (tmp_path / "faults/report/metrics.jsonl").read_text().splitlines())
+    assert {line["step"]: line["ones"] for line in lines}[20] == 2.0
 
 
 @pytest.mark.ci

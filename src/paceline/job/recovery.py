@@ -30,6 +30,8 @@ _POLL_S = 0.002
 
 # The generations that the launcher has announced. A thread of the rank's first code adds to it.
 announced: set[int] = set()
+# How many trainings this process has begun. A new process connects to the others in its first one.
+num_trainings = 0
 
 
 def is_on(environ: Mapping[str, str]) -> bool:

@@ -135,10 +135,10 @@ class Report:
         if self._progress is not None:
             self._progress.begin(step, self.clock.run, self.clock.windows)
 
-    def forget_pending(self) -> None:
-        """Drop the values of steps whose losses will not come."""
-        self._pending.clear()
-        self._reduced.clear()
+    def forget_pending(self, last: float = math.inf) -> None:
+        """Drop the values of the steps up to `last`, whose losses will not come."""
+        self._pending = {step: kept for step, kept in self._pending.items() if step > last}
+        self._reduced = {step: kept for step, kept in self._reduced.items() if step > last}
 
     def end_step(self, step: int, epoch: int, num_samples: int) -> None:
         """Count the samples of a step that has ended, over all ranks, and show the step."""

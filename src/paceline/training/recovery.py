@@ -24,18 +24,17 @@ from paceline.parallel.ddp import DDPStrategy, Replica, can_reconnect
 from paceline.parallel.modules import find_wrapper
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training.step import StepContext
+from paceline.training.training_state import TrainingState
 
 
 def why_not(
-    models: Sequence[nn.Module], context: StepContext, batches: Batches, *, keeps: bool
+    models: Sequence[nn.Module], context: StepContext, batches: Batches, state: TrainingState
 ) -> str:
-    """Why a training cannot recover in place; "" if it can, or if the launcher does not replace ranks.
-
-    Args:
-        keeps: Whether objects were given to `Training.keep`.
-    """
+    """Why a training cannot recover in place; "" if it can, or if the launcher does not replace ranks."""
     if not recovery.is_on(os.environ):
         return ""
+    if recovery.num_trainings > 1:
+        return "the script has begun another training before, with which a new process would begin"
     if type(context.strategy) is not DDPStrategy:
         return "that needs paceline.ddp without reproducible=True"
     if not all(isinstance(find_wrapper(model), Replica) for model in models):
@@ -50,8 +49,10 @@ def why_not(
         return 'it cannot be combined with micro_batch="auto"'
     if len(context.optimizers) > 1:
         return "a step of several optimizers may be half done"
-    if keeps:
+    if state.keeps:
         return "objects given to training.keep cannot be put back to the beginning of a step"
+    if state.has_unknown_schedule():
+        return "the training does not know the scheduler; use Training(..., schedule=scheduler)"
     if context.recheck is not None:
         return "it cannot be combined with recheck_every"
     return ""

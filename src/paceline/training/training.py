@@ -677,7 +677,7 @@ class Training:
         context.buffers = Buffers(self.models, saved_only=saved_only) if has_use else None
 
     def _why_not_in_place(self) -> str:
-        return recovery.why_not(self.models, self._context, self.batches, keeps=self._state.keeps)
+        return recovery.why_not(self.models, self._context, self.batches, self._state)
 
     def _recover(self, error: RuntimeError, step: Step) -> None:
         """Connect to the other ranks again, and bring all to the newest state; then go on with the step.
@@ -688,7 +688,9 @@ class Training:
         saves_best = self._control.agreed.best or (
             self.checkpoints is not None and self.checkpoints.saves_best
         )
-        if not self._recovers or saves_best or not job_recovery.is_lost_peer(error):
+        # Asked again: an object that is kept may have been empty before.
+        may_recover = self._recovers and not self._why_not_in_place()
+        if not may_recover or saves_best or not job_recovery.is_lost_peer(error):
             self.job.reraise(error)
         is_cancelled = self.checkpoints is not None and self.checkpoints.is_saving
         if not step.is_done and self._context.buffers is not None:
@@ -721,7 +723,7 @@ class Training:
         self._replica_check.reset(self.number)
         if self.checkpoints is not None:
             self.checkpoints.begin_again(job)
-        self._report.forget_pending()
+        self._report.forget_pending(self.number)
         job_recovery.tell_launcher("recovered", step=self.number, generation=job.generation)
 
     def _running_state(self) -> dict[str, Any]:
@@ -797,6 +799,7 @@ class Training:
         if self._is_resumed:
             return
         self.job.check_loop_exit()
+        job_recovery.num_trainings += 1
         if self.job.is_replacement:
             why_not = self._why_not_in_place()
             self._connect_again(job_recovery.needs_all_ranks(why_not or "the state of the others"))
