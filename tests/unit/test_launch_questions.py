@@ -80,6 +80,7 @@ def test_a_rank_that_blocked_the_others_did_not_fail_by_their_end(
         ended_at=2.0,
         told_to_end_at=1.0,
         suspended=False,
+        lost_in=0,
         streams=(),
     )
     assert rank.outcome().error is None
