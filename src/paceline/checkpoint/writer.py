@@ -178,9 +178,8 @@ class Save:
         self._cancel = threading.Event()
         self._has_written = False
         self._acks: dist.Store | None = None
-        self._marks: dist.Store | None = (
-            None  # where failed ranks leave a mark; None after a failure
-        )
+        # Where failed ranks leave a mark. None if this save comes after a failure, whose mark is there.
+        self._marks: dist.Store | None = None
         if job.store is not None:
             own_client: dist.Store = job.store.clone()  # type: ignore[attr-defined] # not in torch's stubs
             # Counted for the job, because it may have several `Checkpoints`. All ranks count alike.

@@ -3,8 +3,7 @@
 The ranks of a training that can go on say so ("recovers"). When one of them fails, the launcher lets a
 standby process become that rank, waits until the collectives of the others have broken ("waits"), announces a
 new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
-happens in between, all ranks start again.
-A failure that repeats the last one ends the job.
+happens in between, all ranks start again. A failure that repeats the last one ends the job.
 """
 
 from __future__ import annotations
