@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import Finished, run
+from launching import Finished, finish, run, start, wait_until
 
 from paceline.testing import digest
 
@@ -48,10 +48,14 @@ def spoil_sockets(kind):
         except OSError:
             pass  # not connected, or closed in the meantime
 
-# Once, in the process in place of rank 1: kill this rank.
+# Once, in the process in place of rank 1: kill this rank, or start slowly.
 def disturb_recovery(rank):
     if os.environ["RANK"] == "1" and os.path.exists("fault-0") and not os.path.exists("disturbed"):
         open("disturbed", "w").close()
+        if rank == "slow":
+            return time.sleep(5)
+        if rank == "raise":
+            raise OSError("in the new process")
         pids = {rank: pid for rank, pid, _ in map(json.loads, open("rows"))} | {1: os.getpid()}
         os.kill(pids[rank], signal.SIGKILL)
 
@@ -127,6 +131,8 @@ def train(job, before="", faults=(), steps=40, workers=0, every_steps=1000, micr
     if before == "sum":
         paceline.sum_over_ranks(job, 1.0)
     for step in training.steps(until=steps):
+        if before == "top":
+            paceline.sum_over_ranks(job, 1.0)
         if before == "log":
             training.log(reduce="sum", ones=1.0)
         for bx, by in step:
@@ -257,6 +263,43 @@ def test_all_start_again_if_a_recovery_fails(settings: dict[str, Any], tmp_path:
 
 
 @pytest.mark.ci
+def test_a_new_process_that_starts_slowly_is_awaited_and_shown(tmp_path: Path) -> None:
+    settings = {"faults": [[1, 20, "kill"]], "disturbed": "slow"}
+    words = f"{IN_PLACE} --hang-after=1"
+    end, _, _ = train(tmp_path / "faults", ranks=2, words=words, **settings)
+    assert_replaced(end, 1)
+    assert "has not come to its training" in end.err, end.err
+
+
+@pytest.mark.ci
+def test_sigterm_during_a_recovery_requests_a_restart(tmp_path: Path) -> None:
+    settings = json.dumps({"faults": [[1, 20, "kill"]], "disturbed": "slow"})
+    (tmp_path / "train.py").write_text(TRAINS)
+    words = ["run", "--nproc-per-node=2", *IN_PLACE.split(), "train.py"]
+    job = start(words, tmp_path, SETTINGS=settings)
+    wait_until((tmp_path / "disturbed").exists, job)
+    job.terminate()
+    end = finish(job)
+    assert end.code == 75, end.err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"faults": [[1, 20, "raise"]]}, "ValueError: injected"),
+        ({"faults": [[1, 20, "kill"]], "disturbed": "raise"}, "OSError: in the new process"),
+    ],
+)
+def test_the_report_has_the_traceback_of_a_process_that_was_replaced(
+    settings: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    train(tmp_path / "faults", ranks=2, words=f"{IN_PLACE} --log-dir=logs", **settings)
+    [error] = (tmp_path / "faults/logs").glob("failure-*/rank1-error.txt")
+    assert text in error.read_text()
+
+
+@pytest.mark.ci
 def test_a_script_without_a_training_starts_again(tmp_path: Path) -> None:
     script = """
 import os, signal, torch.distributed as dist
@@ -274,9 +317,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep", "second"])
+@pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep", "second", "top"])
 def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_path: Path) -> None:
-    """A call that the others do not make; a model in parts; a kept object; a second training."""
+    """A call that the others do not make; a model in parts; a kept object; the second training."""
     settings = {"before": before, "every_steps": 5}
     _, expected, _ = train(tmp_path / "undisturbed", ranks=2, **settings)
     faults = [[1, 23, "kill"]]
@@ -302,6 +345,13 @@ def test_values_that_were_logged_in_the_repeated_step_are_kept(tmp_path: Path) -
     assert_replaced(end, 1)
     lines = map(json.loads, (tmp_path / "faults/report/metrics.jsonl").read_text().splitlines())
     assert {line["step"]: line["ones"] for line in lines}[20] == 2.0
+
+
+@pytest.mark.ci
+def test_the_last_step_is_saved_if_all_ranks_raise(tmp_path: Path) -> None:
+    faults = [[0, 18, "raise"], [1, 18, "raise"]]
+    end, _, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, faults=faults)
+    assert "resumed after step 17" in end.err, end.err
 
 
 @pytest.mark.ci

@@ -56,6 +56,10 @@ class Peers:
         except RuntimeError:
             return  # rank 0 has ended, and the store with it
 
+    def all_failed(self) -> bool:
+        """Whether all ranks have left a mark; at least the last one to fail sees those of the others."""
+        return self._store.check([f"{_ENDED}/{rank}" for rank in range(self._world_size)])
+
     def wait_for_readers(self) -> None:
         """If the store ends with this process, wait a moment for ranks that may still read the mark."""
         hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -3,7 +3,9 @@
 The ranks of a training that can go on say so ("recovers"). When one of them fails, the launcher lets a
 standby process become that rank, waits until the collectives of the others have broken ("waits"), announces a
 new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
-happens in between, all ranks start again. A failure that repeats the last one ends the job.
+happens in between, all ranks start again.
+A failure that repeats the last one ends the job. Any other one in the step that the last recovery repeats
+may come from the recovery, such as a collective that only the new process calls: then all ranks start again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from dataclasses import replace
 
 from paceline.errors import name_ranks
 from paceline.launch.local_ranks import Event, LocalRanks, Rank, RankSpec
+from paceline.launch.signals import SignalReceived
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 
+# After these errors the state of the other ranks may be wrong too.
+_UNSOUND = frozenset({"paceline.errors.RankDisagreement", "paceline.errors.NonFinite"})
 # What a standby process imports. The first optimizer or DDP object imports torch's compiler.
 _STANDBY = f"torch.distributed,{COMPILER},paceline.training.trainer"
 _TURN_S = 0.1
@@ -36,6 +41,8 @@ class InPlace:
 
     Attributes:
         first_failure: Of the last recovery; None before the first, and if only connections broke.
+        text: What the last call of `recover` did.
+        ended: The processes that it has replaced, or those in their place if all ranks must start again.
     """
 
     def __init__(
@@ -43,12 +50,16 @@ class InPlace:
     ) -> None:
         self._local, self._check, self._patience = local_ranks, check, patience
         self.first_failure: FirstFailure | None = None
+        self.text = ""
+        self.ended: list[Rank] = []
         self._generation = 0
         self._specs: list[RankSpec] = []
+        self._new: list[Rank] = []  # that the last recovery has started
+        self._step: int | None = None  # after which it was; None before the first in this round
 
     def begin_round(self, specs: list[RankSpec]) -> list[RankSpec]:
         """All ranks start: what they run."""
-        self._generation = 0
+        self._generation, self._new, self._step = 0, [], None
         self._specs = [_in_generation(spec, 0) for spec in specs]
         return self._specs
 
@@ -68,6 +79,10 @@ class InPlace:
         """Whether a rank waits, because its collectives have broken, although none has ended."""
         return any(self._waits(rank) is not None for rank in self._local.ranks)
 
+    def is_early(self, failure: FirstFailure) -> bool:
+        """Whether it came before the new processes of the last recovery had done their first step."""
+        return self._step is not None and failure.original.step <= self._step + 1
+
     def recover(self, before: FirstFailure | None) -> bool:
         """Replace the ranks that have failed. False if all must start again: `ranks` is as it was.
 
@@ -86,28 +101,37 @@ class InPlace:
             for rank in failed:
                 rank.lost_in = step
             outcomes = [rank.outcome() for rank in failed]
-            self._refuse(outcomes, before)
+            self._refuse(failed, outcomes, before)
             self._generation += 1
             for rank in failed:
                 spec = _in_generation(self._specs[rank.local_rank], self._generation)
                 new.append(local.replace(rank, spec))
             for rank in local.ranks:
                 rank.send({"do": "recover", "generation": self._generation})
+            self._new = new
             self._await(lambda: all(map(self._has_recovered, local.ranks)), may_fail=False)
-        except (_Impossible, OSError) as error:
-            local.say(f"no recovery in place: {error}")
+        except (_Impossible, OSError, SignalReceived) as error:
             local.put_back(failed)
+            self.text, self.ended = f"no recovery in place: {error}", new
             return False
         local.forget(failed)
         self.first_failure = find_first_failure(outcomes)
-        self._say(outcomes, new, time.monotonic() - began)
+        self.ended = failed
+        self._step = max(e.step for r in local.ranks if (e := r.has_sent("recovered")))
+        took_s = time.monotonic() - began
+        self.text = f"{self._how(outcomes)}, in {took_s:.1f} s, after step {self._step}"
         return True
 
-    def _refuse(self, outcomes: Sequence[RankOutcome], before: FirstFailure | None) -> None:
+    def _refuse(
+        self, failed: list[Rank], outcomes: list[RankOutcome], before: FirstFailure | None
+    ) -> None:
         """Refuse failures after which all ranks must start again."""
         if len(outcomes) == len(self._local.ranks):
             raise _Impossible("no rank is left")
         self._refuse_lost_peer()
+        for each in outcomes:
+            if each.error is not None and not _UNSOUND.isdisjoint(each.error.kinds):
+                raise _Impossible(f"rank {each.rank} failed: {each.how}")
         if ended := [each.rank for each in outcomes if not each.failed]:
             raise _Impossible(f"{name_ranks(ended)} has ended")
         first = find_first_failure(outcomes)
@@ -115,6 +139,9 @@ class InPlace:
             raise _Impossible(
                 f"rank {first.original.rank} failed in step {first.original.step} again"
             )
+        if first is not None and self.is_early(first) and (new := set(failed) & set(self._new)):
+            ranks = name_ranks(sorted(rank.rank for rank in new))
+            raise _Impossible(f"{ranks} failed in the first step after the last one")
 
     def _refuse_lost_peer(self) -> None:
         """Refuse if a rank has ended because it lost a peer where it could not wait for a new one."""
@@ -122,14 +149,12 @@ class InPlace:
         if lost := [r.rank for r in ranks if r.ended_badly and r.outcome().follows]:
             raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
 
-    def _say(self, outcomes: Sequence[RankOutcome], new: Sequence[Rank], took_s: float) -> None:
-        text = "the connections between the ranks broke; they have connected again"
-        if (first := self.first_failure) is not None:
-            pids = " ".join(str(rank.pid) for rank in new)
-            ranks = name_ranks(each.rank for each in outcomes)
-            text = f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
-        step = max((e.step for r in self._local.ranks if (e := r.has_sent("recovered"))), default=0)
-        self._local.say(f"{text}, in {took_s:.1f} s, after step {step}")
+    def _how(self, outcomes: Sequence[RankOutcome]) -> str:
+        if (first := self.first_failure) is None:
+            return "the connections between the ranks broke; they have connected again"
+        pids = " ".join(str(rank.pid) for rank in self._new)
+        ranks = name_ranks(each.rank for each in outcomes)
+        return f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
 
     def _waits(self, rank: Rank) -> Event | None:
         return rank.has_sent("waits", generation=self._generation + 1)
@@ -143,11 +168,15 @@ class InPlace:
         Args:
             may_fail: Whether ranks may fail in the meantime.
         """
-        local, began = self._local, time.monotonic()
+        local, began, is_told = self._local, time.monotonic(), False
         while not is_so():
             self._refuse_lost_peer()
-            limit_s = self._patience() or math.inf if may_fail else math.inf
+            limit_s = self._patience() or math.inf
             is_late = time.monotonic() - began > limit_s
+            if is_late and not may_fail and not is_told:  # nothing limits how long a script starts
+                is_told = True
+                new = ", ".join(f"rank {rank.rank} (pid {rank.pid})" for rank in self._new)
+                local.say(f"{new} has not come to its training after {limit_s:.0f} s")
             for rank in local.ranks:
                 if rank.ended_badly and may_fail:
                     continue
@@ -157,7 +186,7 @@ class InPlace:
                     raise _Impossible(f"rank {rank.rank} has closed its socket to the launcher")
                 if not rank.has_sent("recovers") and may_fail:
                     raise _Impossible(f"rank {rank.rank} cannot go on without a restart")
-                if is_late and not self._waits(rank):
+                if is_late and may_fail and not self._waits(rank):
                     rank.hung = True
                     raise _Impossible(
                         f"rank {rank.rank} has not noticed the failure after {limit_s:.0f} s"

@@ -459,7 +459,15 @@ class Supervisor:
         """Replace failed ranks while the others keep their processes; False if all must start again."""
         if self._restarts_left <= 0 or self._in_place is None:
             return False
-        if not self._in_place.recover(self._first_failure):
+        has_recovered = self._in_place.recover(self._first_failure)
+        ended, line = self._in_place.ended, f"paceline: {self._in_place.text}\n"
+        outcomes = [rank.outcome() for rank in ended]
+        if (first := _first_error(outcomes)) is not None:
+            text = render_failure(first, self._job_info(ended))
+            self._report(ended, outcomes, text, shown=line)
+        else:
+            self._local_ranks.show(line)
+        if not has_recovered:
             return False
         self._restarts += 1
         self._first_failure = self._in_place.first_failure
@@ -545,11 +553,12 @@ class Supervisor:
         repeated = self._repeats(first)
         if repeated:
             self._max_restarts = self._restarts
-        self._first_failure = first
+        if self._in_place is None or not self._in_place.is_early(first):
+            self._first_failure = first
         info = self._job_info(ranks, silent_nodes=silent, repeated=repeated)
         if self._restarts_left <= 0:
             self._report(ranks, outcomes, render_failure(first, info))
-        elif any(each.failed and each.error is not None for each in outcomes):
+        elif _first_error(outcomes) is not None:
             self._report(ranks, outcomes, render_failure(first, info), render_restart(first, info))
         else:
             self._local_ranks.show(render_restart(first, info))
@@ -642,3 +651,8 @@ class Supervisor:
         )
         if first is not None:
             self._report(ranks, outcomes, render_failure(first, self._job_info(ranks)))
+
+
+def _first_error(outcomes: Sequence[RankOutcome]) -> FirstFailure | None:
+    """The first failure by an exception, whose traceback belongs in a report."""
+    return find_first_failure(o for o in outcomes if o.failed and o.error is not None)

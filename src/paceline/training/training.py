@@ -953,8 +953,10 @@ class Training:
             )
             return
         assert self.job.failure is not None
-        if self._recovers and not job_recovery.is_lost_peer(self.job.failure):
-            return  # the other ranks go on, or save if they cannot
+        peers = self.job.peers
+        others_go_on = self._recovers and peers is not None and not peers.all_failed()
+        if others_go_on and not job_recovery.is_lost_peer(self.job.failure):
+            return  # or they save, if they cannot go on
         step = self._left[1] if self._left is not None else None
         if step is not None and step.number > self.number:
             if step.is_partly_updated:
