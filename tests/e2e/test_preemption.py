@@ -275,12 +275,12 @@ def _second_signal(
     words = ["run", "--nproc-per-node=3", "train.py"]
     process = start(words, tmp_path, SLOW_S="0.05", WRITE_S=str(write_s))
     wait_until((tmp_path / "kept/step-8").exists, process)
+    saved = steps_in(tmp_path)
     (tmp_path / "signalled").touch()
     process.send_signal(signal.SIGTERM)
     time.sleep(SAME_SIGNAL_S)
     before()
     all_written = len(list(tmp_path.glob("written-*"))) == 3
-    saved = steps_in(tmp_path)
     ranks = pids(tmp_path)
     for pid in ranks.values() if to_ranks else [process.pid]:
         with contextlib.suppress(ProcessLookupError):
