@@ -8,13 +8,15 @@ torch's threads and hide the error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch.distributed as dist
@@ -44,6 +46,7 @@ class Peers:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._ended_keys = [f"{_ENDED}/{each}" for each in range(world_size)]
         self._lingered = False
 
     def mark_failed(self, error: BaseException) -> None:
@@ -52,13 +55,13 @@ class Peers:
         mark = json.dumps({"rank": self._rank, "step": current_step.step, "text": redact(text)})
         try:
             self._store.compare_set(_FAILED, "", mark)
-            self._store.set(f"{_ENDED}/{self._rank}", "")
+            self._store.set(self._ended_keys[self._rank], "")
         except RuntimeError:
             return  # rank 0 has ended, and the store with it
 
     def all_failed(self) -> bool:
         """Whether all ranks have left a mark; at least the last one to fail sees those of the others."""
-        return self._store.check([f"{_ENDED}/{rank}" for rank in range(self._world_size)])
+        return self._store.check(self._ended_keys)
 
     def wait_for_readers(self) -> None:
         """If the store ends with this process, wait a moment for ranks that may still read the mark."""
@@ -66,8 +69,7 @@ class Peers:
         if self._rank != 0 or hosted_by_launcher or self._lingered:
             return
         self._lingered = True
-        keys = [f"{_ENDED}/{rank}" for rank in range(self._world_size)]
-        self._wait_for(keys, _READERS_WAIT_S)
+        self._wait_for(self._ended_keys, _READERS_WAIT_S)
 
     @staticmethod
     def has_failure(store: dist.Store) -> bool:
@@ -113,10 +115,41 @@ def tell_launcher(error: BaseException) -> None:
         report(error)
 
 
+_connections: set[tuple[int, int]] = set()  # of the process groups, as `_open_connections` has them
+
+
+@contextlib.contextmanager
+def note_connections() -> Iterator[None]:
+    """Note which connections are made in this context, for `abort_process_groups`."""
+    global _connections
+    before = _open_connections()
+    yield
+    _connections = _open_connections() - before
+
+
 def abort_process_groups() -> None:
-    """Close all process groups without waiting for peers; their collectives break at once."""
+    """Close all process groups without waiting for peers; their collectives break at once, on all ranks.
+
+    Gloo's `abort` does nothing, and forks of this process hold its connections too. So they are shut down:
+    a rank that has no failed neighbor in a ring would wait until this process ends.
+    """
     abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")
     (abort or dist.destroy_process_group)()
+    for file, _ in _connections & _open_connections():
+        with socket.socket(fileno=os.dup(file)) as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # an error if the peer has closed it
+
+
+def _open_connections() -> set[tuple[int, int]]:
+    """The connected TCP sockets of this process: file descriptor and inode."""
+    family, kind = socket.AF_INET, socket.SOCK_STREAM  # of most; the kernel knows the true one
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.fromfd(int(name), family, kind) as connection:
+            # An error if it is no socket, or has no peer.
+            if isinstance(connection.getpeername(), tuple):
+                found.add((int(name), os.fstat(int(name)).st_ino))
+    return found
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -592,6 +592,13 @@ def _make_replacement_groups(job: Job) -> None:
 def _make_groups(job: Job, backend: str, store: dist.Store) -> None:
     """Connect to the other ranks through this store."""
     job.peers = _peers(job, store)
+    with failures.note_connections():
+        exchange = _connect_groups(job, job.peers, backend, store)
+    # A rank that fails before all are connected would break the connections of others.
+    exchange.gather("join", None)
+
+
+def _connect_groups(job: Job, peers: Peers, backend: str, store: dist.Store) -> Exchange:
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
         backend,
@@ -611,12 +618,11 @@ def _make_groups(job: Job, backend: str, store: dist.Store) -> None:
         dist.PrefixStore("exchange", store),
         timeout_s=job.timeout_s,
         reraise=job.reraise,
-        failure=job.peers.failure,
+        failure=peers.failure,
     )
     if job.mesh is not None:
         _connect_axes(job, job.mesh, timeout, control_backend)
-    # A rank that fails before all are connected would break the connections of others.
-    job.exchange.gather("join", None)
+    return job.exchange
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str) -> None:

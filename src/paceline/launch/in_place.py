@@ -5,14 +5,13 @@ standby process become that rank, waits until the collectives of the others have
 new generation of connections, and waits until all ranks have connected ("recovered"). If anything else
 happens in between, all ranks start again.
 A failure that repeats the last one ends the job. Any other one in the step that the last recovery repeats
-may come from the recovery, such as a collective that only the new process calls: then all ranks start again.
+may come from the recovery, such as a collective that only the new process calls: all ranks start again.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.errors import name_ranks
@@ -26,6 +25,7 @@ _UNSOUND = frozenset({"paceline.errors.RankDisagreement", "paceline.errors.NonFi
 # What a standby process imports. The first optimizer or DDP object imports torch's compiler.
 _STANDBY = f"torch.distributed,{COMPILER},paceline.training.trainer"
 _TURN_S = 0.1
+_PATIENCE_S = 10.0  # if hangs are not detected
 
 
 class _Impossible(Exception):
@@ -37,29 +37,20 @@ class InPlace:
 
     Args:
         check: Called often while ranks are awaited; may raise what ends the job.
-        patience: Returns how many seconds a rank may take to notice a failure; 0 for no limit.
-
-    Attributes:
-        first_failure: Of the last recovery; None before the first, and if only connections broke.
-        text: What the last call of `recover` did.
-        ended: The processes that it has replaced, or those in their place if all ranks must start again.
+        patience: Returns how many seconds a rank may take to notice a failure; 0 if hangs are not detected.
     """
 
     def __init__(
         self, local_ranks: LocalRanks, check: Callable[[], None], patience: Callable[[], float]
     ) -> None:
         self._local, self._check, self._patience = local_ranks, check, patience
-        self.first_failure: FirstFailure | None = None
-        self.text = ""
-        self.ended: list[Rank] = []
         self._generation = 0
         self._specs: list[RankSpec] = []
-        self._new: list[Rank] = []  # that the last recovery has started
-        self._step: int | None = None  # after which it was; None before the first in this round
+        self._step: int | None = None  # after which the last recovery was; None before the first
 
     def begin_round(self, specs: list[RankSpec]) -> list[RankSpec]:
         """All ranks start: what they run."""
-        self._generation, self._new, self._step = 0, [], None
+        self._generation, self._step = 0, None
         self._specs = [_in_generation(spec, 0) for spec in specs]
         return self._specs
 
@@ -71,7 +62,7 @@ class InPlace:
         if same and not local.has_standby and all(r.has_sent("recovers") for r in local.ranks):
             variables = dict(first.environment) | {"PACELINE_STANDBY": _STANDBY}
             local.start_standby(
-                replace(first, local_rank=-1, rank=-1, environment=variables, logs=(None, None))
+                RankSpec(local_rank=-1, rank=-1, command=first.command, environment=variables)
             )
 
     @property
@@ -80,14 +71,18 @@ class InPlace:
         return any(self._waits(rank) is not None for rank in self._local.ranks)
 
     def is_early(self, failure: FirstFailure) -> bool:
-        """Whether it came before the new processes of the last recovery had done their first step."""
-        return self._step is not None and failure.original.step <= self._step + 1
+        """Whether it came before the ranks had done the step that the last recovery repeats."""
+        return self._step is not None and failure.original.step in (0, self._step, self._step + 1)
 
-    def recover(self, before: FirstFailure | None) -> bool:
-        """Replace the ranks that have failed. False if all must start again: `ranks` is as it was.
+    def recover(self, before: FirstFailure | None) -> tuple[bool, str, list[Rank]]:
+        """Replace the ranks that have failed.
 
         Args:
             before: The failure before this one. One that repeats it is not recovered from.
+
+        Returns:
+            False if all ranks must start again, and `ranks` is as it was; what was done; and the processes
+            that were replaced, or those in their place if all must start again.
         """
         local, began = self._local, time.monotonic()
         failed: list[Rank] = []
@@ -100,31 +95,29 @@ class InPlace:
             step = max((e.step for r in local.ranks if (e := self._waits(r))), default=0)
             for rank in failed:
                 rank.lost_in = step
-            outcomes = [rank.outcome() for rank in failed]
-            self._refuse(failed, outcomes, before)
+            outcomes = local.outcomes(failed)
+            self._refuse(outcomes, before)
             self._generation += 1
             for rank in failed:
                 spec = _in_generation(self._specs[rank.local_rank], self._generation)
                 new.append(local.replace(rank, spec))
             for rank in local.ranks:
                 rank.send({"do": "recover", "generation": self._generation})
-            self._new = new
             self._await(lambda: all(map(self._has_recovered, local.ranks)), may_fail=False)
         except (_Impossible, OSError, SignalReceived) as error:
             local.put_back(failed)
-            self.text, self.ended = f"no recovery in place: {error}", new
-            return False
+            return False, f"no recovery in place: {error}", new
         local.forget(failed)
-        self.first_failure = find_first_failure(outcomes)
-        self.ended = failed
         self._step = max(e.step for r in local.ranks if (e := r.has_sent("recovered")))
+        how = "the connections between the ranks broke; they have connected again"
+        if (first := find_first_failure(outcomes)) is not None:
+            pids = " ".join(str(rank.pid) for rank in new)
+            ranks = name_ranks(rank.rank for rank in failed)
+            how = f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
         took_s = time.monotonic() - began
-        self.text = f"{self._how(outcomes)}, in {took_s:.1f} s, after step {self._step}"
-        return True
+        return True, f"{how}, in {took_s:.1f} s, after step {self._step}", failed
 
-    def _refuse(
-        self, failed: list[Rank], outcomes: list[RankOutcome], before: FirstFailure | None
-    ) -> None:
+    def _refuse(self, outcomes: list[RankOutcome], before: FirstFailure | None) -> None:
         """Refuse failures after which all ranks must start again."""
         if len(outcomes) == len(self._local.ranks):
             raise _Impossible("no rank is left")
@@ -139,22 +132,16 @@ class InPlace:
             raise _Impossible(
                 f"rank {first.original.rank} failed in step {first.original.step} again"
             )
-        if first is not None and self.is_early(first) and (new := set(failed) & set(self._new)):
-            ranks = name_ranks(sorted(rank.rank for rank in new))
-            raise _Impossible(f"{ranks} failed in the first step after the last one")
+        if first is not None and self.is_early(first):
+            raise _Impossible(
+                f"rank {first.original.rank} failed in the step that the last one repeats"
+            )
 
     def _refuse_lost_peer(self) -> None:
         """Refuse if a rank has ended because it lost a peer where it could not wait for a new one."""
         ranks = self._local.ranks
         if lost := [r.rank for r in ranks if r.ended_badly and r.outcome().follows]:
             raise _Impossible(f"{name_ranks(lost)} lost a peer outside of step.backward")
-
-    def _how(self, outcomes: Sequence[RankOutcome]) -> str:
-        if (first := self.first_failure) is None:
-            return "the connections between the ranks broke; they have connected again"
-        pids = " ".join(str(rank.pid) for rank in self._new)
-        ranks = name_ranks(each.rank for each in outcomes)
-        return f"{ranks} failed: {first.original.how}; replaced in place (pid {pids})"
 
     def _waits(self, rank: Rank) -> Event | None:
         return rank.has_sent("waits", generation=self._generation + 1)
@@ -171,12 +158,12 @@ class InPlace:
         local, began, is_told = self._local, time.monotonic(), False
         while not is_so():
             self._refuse_lost_peer()
-            limit_s = self._patience() or math.inf
+            limit_s = self._patience() or _PATIENCE_S
             is_late = time.monotonic() - began > limit_s
             if is_late and not may_fail and not is_told:  # nothing limits how long a script starts
                 is_told = True
-                new = ", ".join(f"rank {rank.rank} (pid {rank.pid})" for rank in self._new)
-                local.say(f"{new} has not come to its training after {limit_s:.0f} s")
+                late = name_ranks(r.rank for r in local.ranks if not self._has_recovered(r))
+                local.say(f"the recovery waits for {late} since {limit_s:.0f} s")
             for rank in local.ranks:
                 if rank.ended_badly and may_fail:
                     continue
@@ -187,7 +174,7 @@ class InPlace:
                 if not rank.has_sent("recovers") and may_fail:
                     raise _Impossible(f"rank {rank.rank} cannot go on without a restart")
                 if is_late and may_fail and not self._waits(rank):
-                    rank.hung = True
+                    rank.hung = not rank.has_sent("seen_error")  # else it may save its last step
                     raise _Impossible(
                         f"rank {rank.rank} has not noticed the failure after {limit_s:.0f} s"
                     )

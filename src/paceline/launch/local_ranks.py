@@ -606,6 +606,11 @@ class LocalRanks:
         for rank in self.ranks:
             rank.send({"do": "disconnect", "addresses": list(addresses)})
 
+    def give_up_recovery(self) -> None:
+        """Let ranks that wait for a new process end with the error of their collective."""
+        for rank in self.ranks:
+            rank.send({"do": "give_up_recovery"})
+
     def stop(
         self, number: int, *, grace_s: float, skip_grace: Callable[[], bool], may_save: bool
     ) -> None:
@@ -617,10 +622,10 @@ class LocalRanks:
             skip_grace: Returns True if the ranks have to end at once.
             may_save: Whether a training may save a checkpoint before it ends.
         """
+        self.give_up_recovery()
         for rank in self.ranks:
             if rank.reported_error:
                 continue
-            rank.send({"do": "give_up_recovery"})
             if not may_save:
                 rank.told_to_end_at = rank.told_to_end_at or time.time()
                 if rank.saves_after_failure and not rank.hung:
@@ -677,7 +682,7 @@ class LocalRanks:
         """
         ranks, self.ranks = self.ranks, []
         self.forget(ranks)
-        self.trained = any(rank.trains for rank in ranks)
+        self.trained = all(rank.trains for rank in ranks)
         return ranks
 
     @property
@@ -708,10 +713,11 @@ class LocalRanks:
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.stdin.write(line.encode())
 
-    def outcomes(self) -> list[RankOutcome]:
-        """How each rank has ended so far."""
-        self._read_all_events(self.ranks)
-        return [rank.outcome() for rank in self.ranks]
+    def outcomes(self, ranks: Sequence[Rank] | None = None) -> list[RankOutcome]:
+        """How each of these ranks has ended so far; of all without an argument."""
+        ranks = self.ranks if ranks is None else ranks
+        self._read_all_events(ranks)
+        return [rank.outcome() for rank in ranks]
 
     def say(self, text: str) -> None:
         """Write `paceline: <text>` to standard error, after complete lines; does not block."""

@@ -417,8 +417,11 @@ class Supervisor:
         local = self._local_ranks
         local.wait_change(_TURN_S)
         self._signals.check()
-        for number in self._signals.take_for_ranks():
-            if self._has_trained and not any(rank.trains for rank in local.ranks):
+        trains = [rank.trains for rank in local.ranks]
+        # A process that replaces another one would die of it until it trains.
+        is_starting = self._in_place is not None and any(trains) and not all(trains)
+        for number in () if is_starting else self._signals.take_for_ranks():
+            if self._has_trained and not any(trains):
                 raise signals.SignalReceived(number)  # they are still starting, and would die of it
             local.forward_signal(number)
         if self._restarts_left > 0:
@@ -459,19 +462,20 @@ class Supervisor:
         """Replace failed ranks while the others keep their processes; False if all must start again."""
         if self._restarts_left <= 0 or self._in_place is None:
             return False
-        has_recovered = self._in_place.recover(self._first_failure)
-        ended, line = self._in_place.ended, f"paceline: {self._in_place.text}\n"
-        outcomes = [rank.outcome() for rank in ended]
-        if (first := _first_error(outcomes)) is not None:
+        has_recovered, line, ended = self._in_place.recover(self._first_failure)
+        outcomes = self._local_ranks.outcomes(ended)
+        first = find_first_failure(outcomes)
+        if first is not None and _has_traceback(outcomes):
             text = render_failure(first, self._job_info(ended))
-            self._report(ended, outcomes, text, shown=line)
+            self._report(ended, outcomes, text, f"paceline: {line}\n")
         else:
-            self._local_ranks.show(line)
-        if not has_recovered:
-            return False
-        self._restarts += 1
-        self._first_failure = self._in_place.first_failure
-        return True
+            self._local_ranks.say(line)
+        if has_recovered:
+            self._restarts += 1
+            self._first_failure = first
+            self._memory = read_memory()
+            self._has_trained = True
+        return has_recovered
 
     def _may_end_round(self) -> bool:
         """Whether this node, whose ranks have ended well, need not wait for other nodes any more.
@@ -520,7 +524,9 @@ class Supervisor:
 
         if exchange is not None:
             exchange.announce_failure()
-        if local.any_ended_badly:
+        if self._in_place is not None:
+            local.give_up_recovery()
+        if local.any_ended_badly or self._in_place is not None:
             local.wait_for_reports(enough, skip_grace=signalled)
         first = find_first_failure(local.outcomes())
         if self._restarts_left <= 0 or (first is not None and self._repeats(first)):
@@ -558,7 +564,7 @@ class Supervisor:
         info = self._job_info(ranks, silent_nodes=silent, repeated=repeated)
         if self._restarts_left <= 0:
             self._report(ranks, outcomes, render_failure(first, info))
-        elif _first_error(outcomes) is not None:
+        elif _has_traceback(outcomes):
             self._report(ranks, outcomes, render_failure(first, info), render_restart(first, info))
         else:
             self._local_ranks.show(render_restart(first, info))
@@ -653,6 +659,6 @@ class Supervisor:
             self._report(ranks, outcomes, render_failure(first, self._job_info(ranks)))
 
 
-def _first_error(outcomes: Sequence[RankOutcome]) -> FirstFailure | None:
-    """The first failure by an exception, whose traceback belongs in a report."""
-    return find_first_failure(o for o in outcomes if o.failed and o.error is not None)
+def _has_traceback(outcomes: Sequence[RankOutcome]) -> bool:
+    """Whether a rank failed by an exception, whose traceback belongs in a report."""
+    return any(each.failed and each.error is not None for each in outcomes)
