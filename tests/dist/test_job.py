@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from paceline.errors import (
     RankDisagreement,
     StepError,
 )
-from paceline.job import collectives
+from paceline.job import collectives, failures
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.environment import RankInfo
 from paceline.job.failures import ExceptHook
@@ -140,6 +141,41 @@ def test_an_error_that_leaves_the_block_can_be_caught_and_still_reaches_the_othe
     for outcome in outcomes[:2]:
         assert outcome.value.startswith("PeerFailed: rank 2 failed first")
     assert outcomes[2].value.startswith("InjectedFault")
+
+
+def _closes_its_groups(job: Any) -> str:
+    """Rank 1 closes its groups, and so do the ranks that notice. They and a fork of rank 1 live on."""
+    noticed = [f"noticed/{rank}" for rank in (0, 2, 3)]
+    if job.rank == 1:
+        fork = os.fork()
+        if fork == 0:
+            time.sleep(60)
+            os._exit(0)
+        failures.abort_process_groups()
+        try:
+            job.store.wait(noticed, timedelta(seconds=20))
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+        return "none"
+    try:
+        dist.all_reduce(torch.ones(1000), group=job.control)
+    except RuntimeError as error:
+        failures.abort_process_groups()
+        job.store.set(f"noticed/{job.rank}", "")
+        job.store.wait(noticed, timedelta(seconds=20))  # no rank breaks connections by its end
+        return type(error).__name__
+    return "none"
+
+
+def test_closed_groups_break_the_collectives_of_all_ranks() -> None:
+    """Gloo's own `abort` does nothing. Rank 3 has no connection in its ring with rank 1."""
+    outcomes = run_failing_ranks(_closes_its_groups, nproc=4)
+    assert [outcome.value for outcome in outcomes] == [
+        "RuntimeError",
+        "none",
+        *["RuntimeError"] * 2,
+    ]
 
 
 def _fails_and_joins_again(job: Any) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import Finished, finish, run, start, wait_until
+from launching import Finished, finish, run, spawn, start, wait_until
 
 from paceline.testing import digest
 
@@ -28,6 +29,8 @@ def fault(rank, step, faults):
             open(mark, "w").close()
             if kind.endswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "again exit":
+                os._exit(0)
             if kind == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if kind in ("break", "close"):
@@ -233,6 +236,37 @@ def test_each_end_is_equal_to_the_bit(ranks: int, settings: dict[str, Any], tmp_
 
 
 @pytest.mark.ci
+def test_ranks_that_are_no_neighbor_of_the_failed_one_notice_it(tmp_path: Path) -> None:
+    """In a ring over Gloo rank 3 has connections with ranks 0 and 2, which their loader workers hold too."""
+    settings = {"backend": "gloo", "faults": [[1, 20, "kill"]], "workers": 1}
+    end, _, processes = train(tmp_path / "faults", ranks=4, words=IN_PLACE, **settings)
+    assert_replaced(end, 1)
+    assert processes == {0: 1, 1: 2, 2: 1, 3: 1}
+
+
+@pytest.mark.ci
+def test_rank_0_is_replaced_in_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    in_terminal = (
+        "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    )
+    words = ["-m", "paceline", "run", "--nproc-per-node=2", *IN_PLACE.split(), "train.py"]
+    settings = json.dumps({"faults": [[0, 20, "kill"]]})
+    command = [sys.executable, "-c", in_terminal, sys.executable, *words]
+    end = finish(spawn(command, tmp_path, SETTINGS=settings))
+    assert end.code == 0, end.out
+    assert end.out.count("replaced in place") == 1, end.out
+
+
+@pytest.mark.ci
+def test_a_rank_that_ends_in_the_loop_is_named(tmp_path: Path) -> None:
+    settings = json.dumps({"faults": [[1, 20, "again exit"]]})
+    end = run(f"--nproc-per-node=2 {IN_PLACE}", TRAINS, tmp_path, SETTINGS=settings)
+    assert end.code == 1
+    assert "rank 1 ended with exit code 0 while the others went on" in end.err, end.err
+
+
+@pytest.mark.ci
 def test_gloo_connects_again(tmp_path: Path) -> None:
     """The collective that broke is never completed; it is no hang when the ranks do something else later."""
     settings = {"backend": "gloo", "faults": [[1, 20, "kill"]], "pause_s": 3.0}
@@ -268,7 +302,7 @@ def test_a_new_process_that_starts_slowly_is_awaited_and_shown(tmp_path: Path) -
     words = f"{IN_PLACE} --hang-after=1"
     end, _, _ = train(tmp_path / "faults", ranks=2, words=words, **settings)
     assert_replaced(end, 1)
-    assert "has not come to its training" in end.err, end.err
+    assert "wait for rank 1 to begin" in end.err, end.err
 
 
 @pytest.mark.ci

@@ -115,16 +115,16 @@ def tell_launcher(error: BaseException) -> None:
         report(error)
 
 
-_connections: set[tuple[int, int]] = set()  # of the process groups, as `_open_connections` has them
+_inodes: set[int] = set()  # of the connections of the process groups
 
 
 @contextlib.contextmanager
 def note_connections() -> Iterator[None]:
     """Note which connections are made in this context, for `abort_process_groups`."""
-    global _connections
-    before = _open_connections()
+    global _inodes
+    before = {inode for _, inode in _connections_now()}
     yield
-    _connections = _open_connections() - before
+    _inodes = {inode for _, inode in _connections_now()} - before
 
 
 def abort_process_groups() -> None:
@@ -135,21 +135,20 @@ def abort_process_groups() -> None:
     """
     abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")
     (abort or dist.destroy_process_group)()
-    for file, _ in _connections & _open_connections():
-        with socket.socket(fileno=os.dup(file)) as connection, contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # an error if the peer has closed it
+    for connection, inode in _connections_now():
+        if inode in _inodes:
+            with contextlib.suppress(OSError):  # the peer has closed it
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _open_connections() -> set[tuple[int, int]]:
-    """The connected TCP sockets of this process: file descriptor and inode."""
+def _connections_now() -> Iterator[tuple[socket.socket, int]]:
+    """The connected TCP sockets of this process, and their inodes, which no other file has then."""
     family, kind = socket.AF_INET, socket.SOCK_STREAM  # of most; the kernel knows the true one
-    found = set()
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), socket.fromfd(int(name), family, kind) as connection:
-            # An error if it is no socket, or has no peer.
+            # An error if it is no socket, has no peer, or was closed by a thread of Gloo.
             if isinstance(connection.getpeername(), tuple):
-                found.add((int(name), os.fstat(int(name)).st_ino))
-    return found
+                yield connection, os.fstat(connection.fileno()).st_ino
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -592,37 +592,32 @@ def _make_replacement_groups(job: Job) -> None:
 def _make_groups(job: Job, backend: str, store: dist.Store) -> None:
     """Connect to the other ranks through this store."""
     job.peers = _peers(job, store)
-    with failures.note_connections():
-        exchange = _connect_groups(job, job.peers, backend, store)
-    # A rank that fails before all are connected would break the connections of others.
-    exchange.gather("join", None)
-
-
-def _connect_groups(job: Job, peers: Peers, backend: str, store: dist.Store) -> Exchange:
     timeout = timedelta(seconds=job.timeout_s)
-    dist.init_process_group(
-        backend,
-        # Without a store torch loads its backend "fake".
-        store=None if job.is_dry_run else dist.PrefixStore("groups", store),
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timeout,
-        device_id=job.device if job.device.type != "cpu" else None,
-    )
-    job.group = dist.group.WORLD
     # Not the timeout of collectives: rank 0 may download for hours, or plot at the end. `Exchange` has it.
     control_backend = "fake" if job.is_dry_run else "gloo"
-    job.control = dist.new_group(backend=control_backend, timeout=FOREVER)
+    with failures.note_connections():
+        dist.init_process_group(
+            backend,
+            # Without a store torch loads its backend "fake".
+            store=None if job.is_dry_run else dist.PrefixStore("groups", store),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timeout,
+            device_id=job.device if job.device.type != "cpu" else None,
+        )
+        job.group = dist.group.WORLD
+        job.control = dist.new_group(backend=control_backend, timeout=FOREVER)
+        if job.mesh is not None:
+            _connect_axes(job, job.mesh, timeout, control_backend)
     job.exchange = Exchange(
         job.control,
         dist.PrefixStore("exchange", store),
         timeout_s=job.timeout_s,
         reraise=job.reraise,
-        failure=peers.failure,
+        failure=job.peers.failure,
     )
-    if job.mesh is not None:
-        _connect_axes(job, job.mesh, timeout, control_backend)
-    return job.exchange
+    # A rank that fails before all are connected would break the connections of others.
+    job.exchange.gather("join", None)
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta, control_backend: str) -> None:

@@ -162,8 +162,12 @@ class InPlace:
             is_late = time.monotonic() - began > limit_s
             if is_late and not may_fail and not is_told:  # nothing limits how long a script starts
                 is_told = True
-                late = name_ranks(r.rank for r in local.ranks if not self._has_recovered(r))
-                local.say(f"the recovery waits for {late} since {limit_s:.0f} s")
+                generation = self._generation
+                new = [r for r in local.ranks if not r.has_sent("waits", generation=generation)]
+                ranks = name_ranks(rank.rank for rank in new)
+                local.say(
+                    f"the others wait for {ranks} to begin the training since {limit_s:.0f} s"
+                )
             for rank in local.ranks:
                 if rank.ended_badly and may_fail:
                     continue
