@@ -48,9 +48,8 @@ CHINESE = {  # names of code and terms such as "rank 0" are the same in both lan
     "3 processes": "3 个进程",
     "checkpoints": "检查点",
     "a rank is killed in step 90": "step 90: 一个 rank 被杀",
-    "resumed after step 60": "从 step 60 之后恢复",
-    "not whole": "不完整",
-    "steps 61 to 90 run twice": "step 61 到 90 运行两次",
+    "rank 0 saves step 90": "rank 0 保存 step 90",
+    "resumed after step 90": "从 step 90 之后恢复",
     "first start": "第一次启动",
     "restart": "重启后",
     "launcher": "启动器",
@@ -266,29 +265,26 @@ def batches(language: str) -> Picture:
 
 
 def resume(language: str) -> Picture:
-    """A rank is killed after a checkpoint, and the job resumes from it."""
+    """A rank is killed, another one saves the last step, and the job resumes after it."""
     picture = Picture(language, 720, 224)
 
     def at(step: int) -> float:
         return 130 + 2.7 * step
 
     picture.text(24, 78, "first start", anchor="start", colour=COLOURS[0])
-    picture.text(24, 160, "restart", anchor="start", colour=COLOURS[2])
+    picture.text(24, 176, "restart", anchor="start", colour=COLOURS[2])
     picture.arrow([(at(0), 78), (at(90), 78)], COLOURS[0])
-    picture.text(at(90) + 14, 78, "a rank is killed in step 90", anchor="start", colour=COLOURS[1])
-    picture.arrow([(at(60), 160), (at(208), 160)], COLOURS[2])
-    for step in range(20, 201, 20):
-        if step <= 80:
-            fill = TINTS[0] if step < 80 else PAPER
-            picture.box(at(step) - 7, 71, 14, 14, COLOURS[0], fill)
-            picture.text(at(step), 56, str(step), size=12, colour=GREY)
-        if step >= 80:
-            picture.box(at(step) - 7, 153, 14, 14, COLOURS[2], TINTS[2])
-            picture.text(at(step), 138, str(step), size=12, colour=GREY)
-    picture.text(at(80), 38, "not whole", size=12, colour=GREY)
-    picture.arrow([(at(60), 85), (at(60), 152)], INK, "5 4")
-    picture.text(at(60) + 12, 112, "resumed after step 60", size=13, anchor="start")
-    picture.text(at(60), 194, "steps 61 to 90 run twice", size=13, anchor="start")
+    picture.text(at(90) + 14, 68, "a rank is killed in step 90", anchor="start", colour=COLOURS[1])
+    picture.text(at(90) + 14, 88, "rank 0 saves step 90", anchor="start", colour=COLOURS[0])
+    picture.arrow([(at(90), 176), (at(208), 176)], COLOURS[2])
+    for step in (20, 40, 60, 80, 90):
+        picture.box(at(step) - 7, 71, 14, 14, COLOURS[0], TINTS[0])
+        picture.text(at(step), 56, str(step), size=12, colour=GREY)
+    for step in range(100, 201, 20):
+        picture.box(at(step) - 7, 169, 14, 14, COLOURS[2], TINTS[2])
+        picture.text(at(step), 154, str(step), size=12, colour=GREY)
+    picture.arrow([(at(90), 85), (at(90), 168)], INK, "5 4")
+    picture.text(at(90) + 14, 122, "resumed after step 90", size=13, anchor="start")
     picture.box(24, 18, 14, 14, COLOURS[0], TINTS[0])
     picture.text(46, 25, "checkpoints", size=13, colour=GREY, anchor="start")
     return picture

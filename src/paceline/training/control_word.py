@@ -28,7 +28,7 @@ from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
 from paceline.training import weight
 
-# A stop takes up to two words and a step: less than 0.2 s if a step takes less than 0.06 s.
+# A stop takes up to two words: about 0.2 s, or two steps if that is longer.
 _WORDS_PER_S = 10.0
 _MAX_STEPS_PER_WORD = 128
 

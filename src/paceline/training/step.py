@@ -582,8 +582,8 @@ class Step:
     def stop(self) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.
 
-        That is this step if it ends an epoch, and in a job of one process; else one within 0.2 s, or
-        three steps if that is longer.
+        That is this step if it ends an epoch, and in a job of one process; else one within about 0.2 s,
+        or the next step if that is later.
         """
         self._context.control.own.stop = True
 
