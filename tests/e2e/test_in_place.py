@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,21 @@ def train(folder: Path, *, ranks: int = 3, words: str = "", **settings: Any) -> 
     return end, digest(weights), {rank: len(found) for rank, found in pids.items()}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, Path]]:
+    """A function that runs it without faults, once for each setting; the digest and the folder."""
+    found: dict[str, tuple[str, Path]] = {}
+
+    def end(**settings: Any) -> tuple[str, Path]:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            found[key] = train(folder, **settings)[1], folder
+        return found[key]
+
+    return end
+
+
 IN_PLACE = "--recover=in-place --max-restarts=9"
 
 
@@ -187,20 +203,22 @@ def assert_replaced(end: Finished, times: int) -> None:
     assert "restarted ranks" not in end.err, end.err
 
 
-def test_only_the_rank_that_failed_gets_a_new_process(tmp_path: Path) -> None:
-    _, expected, _ = train(tmp_path / "undisturbed")
+def test_only_the_rank_that_failed_gets_a_new_process(undisturbed: Any, tmp_path: Path) -> None:
+    expected, folder = undisturbed()
     faults = [[1, 20, "kill"], [0, 30, "raise"]]
     end, found, processes = train(tmp_path / "faults", words=IN_PLACE, faults=faults)
     assert_replaced(end, 2)
     assert found == expected
     assert processes == {0: 2, 1: 2, 2: 1}
-    ends = [(tmp_path / name / "buffers-2").read_text() for name in ("undisturbed", "faults")]
-    assert ends[0] == ends[1]  # a repeated forward does not count twice
+    # A repeated forward does not count twice.
+    assert (tmp_path / "faults/buffers-2").read_text() == (folder / "buffers-2").read_text()
 
 
 @pytest.mark.ci
-def test_a_rank_takes_over_a_step_that_another_has_finished(tmp_path: Path) -> None:
-    _, expected, _ = train(tmp_path / "undisturbed")
+def test_a_rank_takes_over_a_step_that_another_has_finished(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    expected, _ = undisturbed()
     end, found, _ = train(tmp_path / "faults", words=IN_PLACE, before="late")
     assert_replaced(end, 1)
     assert found == expected
@@ -227,8 +245,11 @@ def test_the_new_process_knows_how_many_steps_were_left_out(tmp_path: Path) -> N
         (2, {"faults": [[1, 20, "kill"]], "before": "update inside", "micro_batch": 12}),
     ],
 )
-def test_each_end_is_equal_to_the_bit(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    _, expected, _ = train(tmp_path / "undisturbed", ranks=ranks, **settings | {"faults": []})
+def test_each_end_is_equal_to_the_bit(
+    ranks: int, settings: dict[str, Any], undisturbed: Any, tmp_path: Path
+) -> None:
+    others = {name: settings[name] for name in settings if name not in ("faults", "every_steps")}
+    expected, _ = undisturbed(ranks=ranks, **others)
     end, found, _ = train(tmp_path / "faults", ranks=ranks, words=IN_PLACE, **settings)
     assert "replaced in place" in end.err or "have connected again" in end.err, end.err
     assert "restarted ranks" not in end.err, end.err
@@ -267,10 +288,10 @@ def test_a_rank_that_ends_in_the_loop_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_gloo_connects_again(tmp_path: Path) -> None:
+def test_gloo_connects_again(undisturbed: Any, tmp_path: Path) -> None:
     """The collective that broke is never completed; it is no hang when the ranks do something else later."""
     settings = {"backend": "gloo", "faults": [[1, 20, "kill"]], "pause_s": 3.0}
-    _, expected, _ = train(tmp_path / "undisturbed", ranks=2, backend="gloo")
+    expected, _ = undisturbed(ranks=2, backend="gloo")
     words = f"{IN_PLACE} --hang-after=1"
     end, found, _ = train(tmp_path / "faults", ranks=2, words=words, **settings)
     assert_replaced(end, 1)
@@ -287,8 +308,10 @@ def test_gloo_connects_again(tmp_path: Path) -> None:
         {"faults": [[1, 20, "close"]]},  # it may wait forever, and cannot tell the launcher
     ],
 )
-def test_all_start_again_if_a_recovery_fails(settings: dict[str, Any], tmp_path: Path) -> None:
-    _, expected, _ = train(tmp_path / "undisturbed")
+def test_all_start_again_if_a_recovery_fails(
+    settings: dict[str, Any], undisturbed: Any, tmp_path: Path
+) -> None:
+    expected, _ = undisturbed()
     words = f"{IN_PLACE} --hang-after=3"
     end, found, _ = train(tmp_path / "faults", words=words, every_steps=5, **settings)
     assert "no recovery in place" in end.err, end.err
@@ -352,12 +375,13 @@ dist.destroy_process_group()
 
 @pytest.mark.ci
 @pytest.mark.parametrize("before", ["barrier", "sum", "fsdp", "keep", "second", "top"])
-def test_all_start_again_where_a_process_cannot_be_replaced(before: str, tmp_path: Path) -> None:
+def test_all_start_again_where_a_process_cannot_be_replaced(
+    before: str, undisturbed: Any, tmp_path: Path
+) -> None:
     """A call that the others do not make; a model in parts; a kept object; the second training."""
-    settings = {"before": before, "every_steps": 5}
-    _, expected, _ = train(tmp_path / "undisturbed", ranks=2, **settings)
-    faults = [[1, 23, "kill"]]
-    end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, faults=faults, **settings)
+    settings = {"before": before, "every_steps": 5, "faults": [[1, 23, "kill"]]}
+    expected, _ = undisturbed(ranks=2)
+    end, found, _ = train(tmp_path / "faults", ranks=2, words=IN_PLACE, **settings)
     assert "restarted ranks" in end.err, end.err
     assert found == expected
 
