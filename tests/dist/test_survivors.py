@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from small_trainings import loss_sum, make_data, make_training, small_net, train
 from torch import nn
 
 import paceline
-from paceline import Mesh
+from paceline import Mesh, log
 from paceline.errors import NonFinite, PeerFailed, SaveFailed, StepError
 from paceline.job import current_step
 from paceline.job import job as job_module
@@ -162,11 +163,12 @@ def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("step-*")] == ["step-5"]
 
 
-def _layout(job: Any, folder: str, victims: list[int]) -> Any:
+def _layout(job: Any, folder: str, victims: list[int], kind: str = "kill") -> Any:
     """The step after which this run began, and the weights at its end. Saves every second step.
 
-    The last of the victims kills all of them at once, in the forward of step 4.
+    In the forward of step 4 the last of the victims kills all of them at once, or raises an exception.
     """
+    log.logger.addHandler(logging.FileHandler(f"{folder}.log"))
     pids = paceline.gather(job, os.getpid())
     training = make_training(
         job,
@@ -183,6 +185,8 @@ def _layout(job: Any, folder: str, victims: list[int]) -> Any:
         found = token_loss(model, batch)  # parameters are gathered
         if current_step.step == 4 and job.rank in victims[-1:]:
             _wait_for(Path(folder, "step-2"))
+            if kind == "raise":
+                raise OSError("injected")
             for rank in victims:
                 os.kill(pids[rank], signal.SIGKILL)
         return found
@@ -194,25 +198,29 @@ HYBRID = Mesh(dp_replicate=2, dp_shard=2)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "victims", "newest"),
+    ("mesh", "victims", "kind", "newest"),
     [
-        (Mesh(dp_shard=2), [1], 2),
+        (Mesh(dp_shard=2), [1], "kill", 2),
+        pytest.param(Mesh(dp_shard=3), [1], "raise", 3, marks=pytest.mark.ci),
         # Each of them holds the whole model.
-        pytest.param(Mesh(dp_replicate=3), [0, 2], 3, marks=pytest.mark.ci),
-        pytest.param(HYBRID, [0, 3], 3, marks=pytest.mark.ci),
-        pytest.param(HYBRID, [1, 3], 2, marks=pytest.mark.ci),  # both copies of a shard
-        pytest.param(HYBRID, [3], 3, marks=pytest.mark.slow),
-        pytest.param(Mesh(dp_replicate=2, tp=2), [1], 3, marks=pytest.mark.ci),
-        pytest.param(Mesh(dp_replicate=2, pp=2), [3], 2, marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_replicate=3), [0, 2], "kill", 3, marks=pytest.mark.ci),
+        pytest.param(HYBRID, [0, 3], "kill", 3, marks=pytest.mark.ci),
+        pytest.param(HYBRID, [1, 3], "kill", 2, marks=pytest.mark.ci),  # both copies of a shard
+        pytest.param(HYBRID, [3], "kill", 3, marks=pytest.mark.slow),
+        pytest.param(Mesh(tp=2), [0], "raise", 3, marks=pytest.mark.ci),
+        pytest.param(Mesh(dp_replicate=2, tp=2), [1], "kill", 3, marks=pytest.mark.ci),
+        pytest.param(Mesh(dp_replicate=2, pp=2), [3], "raise", 2, marks=pytest.mark.ci),
     ],
     ids=str,
 )
 def test_the_last_step_is_saved_if_every_part_of_the_model_is_left(
-    mesh: Mesh, victims: list[int], newest: int, tmp_path: Path
+    mesh: Mesh, victims: list[int], kind: str, newest: int, tmp_path: Path
 ) -> None:
     size, folder = mesh.data_size * mesh.tp * mesh.pp, tmp_path / "checkpoints"
-    run_failing_ranks(_layout, str(folder), victims, nproc=size, mesh=mesh)
+    run_failing_ranks(_layout, str(folder), victims, kind, nproc=size, mesh=mesh)
     assert max(int(path.name[5:]) for path in folder.glob("step-*")) == newest
+    if newest == 2 and mesh.pp == 1:
+        assert "no rank that is left has the shards of" in Path(f"{folder}.log").read_text()
     if newest == 3:
         resumed = run_ranks(_layout, str(folder), [], nproc=size, mesh=mesh)
         undisturbed = run_ranks(_layout, str(tmp_path / "other"), [], nproc=size, mesh=mesh)

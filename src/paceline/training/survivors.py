@@ -2,8 +2,8 @@
 
 An update needs the gradients of all ranks, so a rank that fails in step `n` leaves the others with the
 weights of step `n - 1`, or of step `n` where the sums had arrived. The ranks that are left write the number
-of their last step to the job's store. One that holds the whole model at the newest step saves it alone; with
-hybrid sharding one rank for each shard does. The next start resumes there.
+of their last step to the job's store. One that holds the whole model at the newest step saves it alone; of a
+sharded model one rank for each shard does. The next start resumes there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def parts_of_ranks(job: Job, models: Sequence[nn.Module]) -> list[int]:
     ranks = range(job.world_size)
     if not any(map(is_split, models)):
         return [0 for _ in ranks]
-    # Each stage of a pipeline knows its own names only, so several cannot save without the process groups.
-    if job.mesh is None or job.mesh.pp > 1:
+    if job.mesh is None:
         return list(ranks)
     return [job.mesh.axis_ranks(rank, "dp_replicate")[0] for rank in ranks]
 
@@ -95,8 +94,8 @@ def _writers(job: Job, store: dist.Store | None, step: int, parts: Sequence[int]
     if job.rank == min(answers):
         lost = [rank for rank in range(job.world_size) if parts[rank] not in holders]
         log.logger.warning(
-            "the last step is not saved: no rank that is left holds the shards of %s. The job resumes from "
-            "its last checkpoint.",
+            "the last step is not saved: no rank that is left has the shards of %s. The job resumes from its "
+            "last checkpoint. fsdp with Mesh(dp_replicate=2, ...) keeps a second copy.",
             name_ranks(lost),
         )
     return []

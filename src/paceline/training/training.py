@@ -817,12 +817,6 @@ class Training:
         has_unknown = self._state.has_unknown_schedule()  # loading hides it
         self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
-        has_parts = self._context.strategy.hosts is None
-        if self.job.restarts and has_parts and not self._may_save_after_failure:
-            log.logger.info(
-                "after a failure the last checkpoint counts: a part of the model is lost with its rank. "
-                "fsdp with Mesh(dp_replicate=2, ...) keeps a second copy, and saves the last step."
-            )
         if has_unknown:
             log.logger.warning(
                 "a scheduler was not restored and starts from its beginning, because the training does not "
@@ -931,13 +925,13 @@ class Training:
 
     @property
     def _may_save_after_failure(self) -> bool:
-        """Whether other ranks hold what this one holds, and there is a place to save it."""
+        """Whether the ranks that are left can have a whole copy of the state, and a place to save it."""
         if self.checkpoints is None or self.job.is_dry_run or not self._is_resumed:
             return False
         if self._context.strategy.hosts is not None:  # each host has weights of its own
             return False
-        parts = survivors.parts_of_ranks(self.job, self.models)
-        return self.job.world_size == 1 or len(set(parts)) < self.job.world_size
+        # A stage of a pipeline knows its own names only, so several cannot save without process groups.
+        return self.job.mesh is None or self.job.mesh.pp == 1
 
     def _save_after_failure(self) -> None:
         """Save the last completed step of a job that has failed."""
