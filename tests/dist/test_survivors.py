@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from paceline.errors import NonFinite, PeerFailed, SaveFailed, StepError
 from paceline.job import current_step
 from paceline.job import job as job_module
 from paceline.testing import Fault, digest, inject, run_failing_ranks, run_ranks
+from paceline.training import survivors
 
 STEPS = 12
 LAST = 7  # the step before the one with the fault
@@ -226,6 +228,15 @@ def test_the_last_step_is_saved_if_every_part_of_the_model_is_left(
         undisturbed = run_ranks(_layout, str(tmp_path / "other"), [], nproc=size, mesh=mesh)
         assert [start for start, _ in resumed] == [newest] * size
         assert resumed[0][1] == undisturbed[0][1]
+
+
+def test_the_first_rank_decides_who_saves() -> None:
+    """Both copies of two parts are left, and rank 0 comes when the others have given it up."""
+    store, parts = dist.HashStore(), [0, 1, 0, 1]
+    for rank in (1, 2, 3):
+        store.set(f"{rank}", "5")
+    jobs = [Namespace(rank=rank, world_size=4) for rank in (3, 0)]
+    assert [survivors._writers(job, store, 5, parts) for job in jobs] == [[1, 2], [1, 2]]
 
 
 def _save_where_rank_0_cannot(job: Any, folder: str) -> str:

@@ -8,6 +8,7 @@ sharded model one rank for each shard does. The next start resumes there.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 
@@ -86,16 +87,20 @@ def _writers(job: Job, store: dist.Store | None, step: int, parts: Sequence[int]
             break
         time.sleep(_POLL_S)
     steps = {rank: int(store.get(f"{rank}")) for rank in answers}
+    writers: list[int] = []
     holders: dict[int, int] = {}
     for newest in sorted(set(steps.values()), reverse=True):
         holders = {parts[rank]: rank for rank in reversed(answers) if steps[rank] == newest}
         if set(holders) == set(parts):
-            return sorted(holders.values())
-    if job.rank == min(answers):
+            writers = sorted(holders.values())
+            break
+    # A rank that comes late sees more answers: the first one decides.
+    writers = json.loads(store.compare_set("writers", "", json.dumps(writers)))
+    if not writers and job.rank == min(answers):
         lost = [rank for rank in range(job.world_size) if parts[rank] not in holders]
         log.logger.warning(
             "the last step is not saved: no rank that is left has the shards of %s. The job resumes from its "
             "last checkpoint. fsdp with Mesh(dp_replicate=2, ...) keeps a second copy.",
             name_ranks(lost),
         )
-    return []
+    return writers
