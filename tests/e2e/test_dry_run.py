@@ -117,6 +117,7 @@ def test_a_stage_of_a_pipeline(rank: int, schedule: str, held: str, tmp_path: Pa
     assert held in ended.out
 
 
+@pytest.mark.ci
 def test_a_stage_that_depends_on_values_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PIPELINE)
     ended = _run(["--dry-run", "4:2", "train.py", "1f1b", "reads"], tmp_path)

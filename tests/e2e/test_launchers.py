@@ -114,6 +114,7 @@ paceline.job.job.Job._close = slowly
     assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
 
 
+@pytest.mark.ci
 def test_ranks_of_paceline_run_join_again(tmp_path: Path) -> None:
     # The launcher keeps the store, so that it stays open between two joins.
     script(tmp_path, FACTS)

@@ -89,6 +89,7 @@ except Exception:
 """
 
 
+@pytest.mark.ci
 def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path) -> None:
     done = run("--nproc-per-node=3", CAUGHT, tmp_path)
     assert done.code == 3

@@ -79,6 +79,7 @@ def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.ci
 def test_openmp_may_have_a_list_of_threads(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import logging, paceline, torch\n"

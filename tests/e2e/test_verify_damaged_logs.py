@@ -34,7 +34,9 @@ def damage(path: Path, chance: random.Random) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-@pytest.mark.parametrize("name", ["class_weights_of_one_rank", "scaler"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("class_weights_of_one_rank", marks=pytest.mark.ci), "scaler"]
+)
 def test_no_check_raises_on_damaged_logs(name: str, tmp_path: Path) -> None:
     chance = random.Random(0)
     with unpacked() as runs:
