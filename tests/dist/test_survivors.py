@@ -168,7 +168,8 @@ def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
 def _layout(job: Any, folder: str, victims: list[int], kind: str = "kill") -> Any:
     """The step after which this run began, and the weights at its end. Saves every second step.
 
-    In the forward of step 4 the last of the victims kills all of them at once, or raises an exception.
+    In the forward of step 4 the last of the victims kills all of them at once, or raises an exception, which the
+    others notice a second later.
     """
     log.logger.addHandler(logging.FileHandler(f"{folder}.log"))
     pids = paceline.gather(job, os.getpid())
@@ -185,6 +186,8 @@ def _layout(job: Any, folder: str, victims: list[int], kind: str = "kill") -> An
 
     def loss(model: nn.Module, batch: Any) -> Any:
         found = token_loss(model, batch)  # parameters are gathered
+        if current_step.step == 4 and kind == "raise" and job.rank not in victims:
+            time.sleep(1)
         if current_step.step == 4 and job.rank in victims[-1:]:
             _wait_for(Path(folder, "step-2"))
             if kind == "raise":

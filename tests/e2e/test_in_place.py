@@ -325,7 +325,7 @@ def test_a_new_process_that_starts_slowly_is_awaited_and_shown(tmp_path: Path) -
     words = f"{IN_PLACE} --hang-after=1"
     end, _, _ = train(tmp_path / "faults", ranks=2, words=words, **settings)
     assert_replaced(end, 1)
-    assert "wait for rank 1 to begin" in end.err, end.err
+    assert "rank 1 has not connected to the others" in end.err, end.err
 
 
 @pytest.mark.ci

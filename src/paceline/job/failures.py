@@ -37,6 +37,8 @@ _READERS_WAIT_S = 1.0  # limits how long rank 0 keeps its store for ranks that h
 
 # Set when the launcher tells this rank that another one has failed; a rank that was killed leaves no mark.
 peer_failed = threading.Event()
+# The ranks of this host that it found dead then.
+killed_ranks: set[int] = set()
 
 
 class Peers:
@@ -115,16 +117,18 @@ def tell_launcher(error: BaseException) -> None:
         report(error)
 
 
-_inodes: set[int] = set()  # of the connections of the process groups
+_noted: set[str] = set()  # the sockets of the process groups
 
 
 @contextlib.contextmanager
 def note_connections() -> Iterator[None]:
-    """Note which connections are made in this context, for `abort_process_groups`."""
-    global _inodes
-    before = {inode for _, inode in _connections_now()}
-    yield
-    _inodes = {inode for _, inode in _connections_now()} - before
+    """Note which sockets are made in this context, also by other threads, for `abort_process_groups`."""
+    global _noted
+    before = set(_sockets())
+    try:
+        yield
+    finally:
+        _noted = set(_sockets()) - before
 
 
 def abort_process_groups() -> None:
@@ -135,20 +139,24 @@ def abort_process_groups() -> None:
     """
     abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")
     (abort or dist.destroy_process_group)()
-    for connection, inode in _connections_now():
-        if inode in _inodes:
-            with contextlib.suppress(OSError):  # the peer has closed it
-                connection.shutdown(socket.SHUT_RDWR)
+    for name, file in _sockets().items():
+        if name in _noted:
+            # An error if it has no peer, or was closed in the meantime.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+                if isinstance(connection.getpeername(), tuple):  # of TCP
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
-def _connections_now() -> Iterator[tuple[socket.socket, int]]:
-    """The connected TCP sockets of this process, and their inodes, which no other file has then."""
-    family, kind = socket.AF_INET, socket.SOCK_STREAM  # of most; the kernel knows the true one
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.fromfd(int(name), family, kind) as connection:
-            # An error if it is no socket, has no peer, or was closed by a thread of Gloo.
-            if isinstance(connection.getpeername(), tuple):
-                yield connection, os.fstat(connection.fileno()).st_ino
+def _sockets() -> dict[str, int]:
+    """The open sockets of this process: the name with the inode, and the file descriptor."""
+    found = {}
+    # The first error: there are no file descriptors left, or no /proc.
+    with contextlib.suppress(OSError):
+        for file in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed in the meantime
+                if (name := os.readlink(f"/proc/self/fd/{file}")).startswith("socket:"):
+                    found[name] = int(file)
+    return found
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

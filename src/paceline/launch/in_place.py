@@ -165,9 +165,7 @@ class InPlace:
                 generation = self._generation
                 new = [r for r in local.ranks if not r.has_sent("waits", generation=generation)]
                 ranks = name_ranks(rank.rank for rank in new)
-                local.say(
-                    f"the others wait for {ranks} to begin the training since {limit_s:.0f} s"
-                )
+                local.say(f"{ranks} has not connected to the others after {limit_s:.0f} s")
             for rank in local.ranks:
                 if rank.ended_badly and may_fail:
                     continue

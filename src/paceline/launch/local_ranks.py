@@ -272,6 +272,11 @@ class Rank:
         return self.has_sent("training") is not None
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it replaces another process, and has not begun its training."""
+        return self.has_sent("recovered") is not None and not self.trains
+
+    @property
     def saves_after_failure(self) -> bool:
         """Whether it saves the last step by itself, when a failure of another rank breaks its collectives."""
         return self.has_sent("saves_after_failure") is not None
@@ -623,6 +628,7 @@ class LocalRanks:
             may_save: Whether a training may save a checkpoint before it ends.
         """
         self.give_up_recovery()
+        killed = [r.rank for r in self.ranks if r.poll() is not None and not r.reported_error]
         for rank in self.ranks:
             if rank.reported_error:
                 continue
@@ -630,7 +636,7 @@ class LocalRanks:
                 rank.told_to_end_at = rank.told_to_end_at or time.time()
                 if rank.saves_after_failure and not rank.hung:
                     # Its next collective raises an error. A save that it waits for has none.
-                    rank.send({"do": "peer_failed"})
+                    rank.send({"do": "peer_failed", "killed": killed})
                     continue
                 rank.send({"do": "ignore_preemption"})
             rank.send_signal(number)
@@ -682,7 +688,7 @@ class LocalRanks:
         """
         ranks, self.ranks = self.ranks, []
         self.forget(ranks)
-        self.trained = all(rank.trains for rank in ranks)
+        self.trained = any(r.trains for r in ranks) and not any(r.is_starting for r in ranks)
         return ranks
 
     @property

@@ -417,11 +417,10 @@ class Supervisor:
         local = self._local_ranks
         local.wait_change(_TURN_S)
         self._signals.check()
-        trains = [rank.trains for rank in local.ranks]
-        # A process that replaces another one would die of it until it trains.
-        is_starting = self._in_place is not None and any(trains) and not all(trains)
+        # A process that has replaced another one would die of a signal until it trains.
+        is_starting = any(rank.is_starting for rank in local.ranks)
         for number in () if is_starting else self._signals.take_for_ranks():
-            if self._has_trained and not any(trains):
+            if self._has_trained and not any(rank.trains for rank in local.ranks):
                 raise signals.SignalReceived(number)  # they are still starting, and would die of it
             local.forward_signal(number)
         if self._restarts_left > 0:

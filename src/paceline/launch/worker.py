@@ -126,6 +126,7 @@ class Control:
                     recovery.announced.add(recovery.GIVEN_UP)
             case "peer_failed":
                 if failures := sys.modules.get("paceline.job.failures"):
+                    failures.killed_ranks.update(request["killed"])
                     failures.peer_failed.set()
             case "ignore_preemption":
                 _ignore_preemption()
@@ -213,8 +214,11 @@ def _disconnect(addresses: list[str]) -> None:
     """Break this process's connections to these hosts; a collective that waits for one fails at once."""
     family, kind = socket.AF_INET, socket.SOCK_STREAM  # of most; the kernel knows the true one
     for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue  # `fromfd` would leave a copy of it open
         with contextlib.suppress(OSError), socket.fromfd(int(name), family, kind) as connection:
-            peer = connection.getpeername()  # an error if it is no socket, or has no peer
+            peer = connection.getpeername()  # an error if it has no peer
             if isinstance(peer, tuple) and str(peer[0]).removeprefix("::ffff:") in addresses:
                 connection.shutdown(socket.SHUT_RDWR)
 

@@ -510,7 +510,6 @@ class Step:
         for record in records:
             record.was_stepped = is_finite and context.precision.step(record.trained.optimizer)
             record.is_updated = True
-        self.is_updating = False
         if self.is_done:
             context.precision.end_step()  # first: `count` may raise
             was_stepped = [each.was_stepped for each in attempt.records]
@@ -521,6 +520,7 @@ class Step:
                 if each.was_stepped and each.trained.scheduler is not None:
                     each.trained.scheduler.step()
             context.strategy.after_update(self.number, self._planned)
+        self.is_updating = False
         for record in records:
             record.trained.clear_gradients()
         clock.enter(OTHER)

@@ -18,13 +18,15 @@ from torch import nn
 
 from paceline import log
 from paceline.errors import CheckpointError, NonFinite, RankDisagreement, name_ranks
+from paceline.job import failures
 from paceline.job.job import Job
 from paceline.parallel.modules import is_split
 
-# The number of steps may differ by one, so the ranks wait for each other. As a rule one has failed, and does
-# not answer.
-_ALL_S = 1.0
+# How long ranks wait for the answers of others, whose numbers of steps may differ by one. As a rule one has
+# been killed, and does not answer. While a part of the model is missing, a rank that computes may bring it.
 _ALL_BUT_ONE_S = 0.2
+_ALL_S = 1.0
+_PARTS_S = 2.0
 _POLL_S = 0.005
 
 
@@ -78,29 +80,37 @@ def _writers(job: Job, store: dist.Store | None, step: int, parts: Sequence[int]
     if store is None:
         return [job.rank]
     store.set(f"{job.rank}", f"{step}")
+    store.add("answers", 1)
+    answers: list[int] = []
     began = time.monotonic()
     while True:
-        answers = [rank for rank in range(job.world_size) if store.check([f"{rank}"])]
-        waited_s = time.monotonic() - began
-        limit_s = _ALL_BUT_ONE_S if len(answers) == job.world_size - 1 else _ALL_S
-        if len(answers) == job.world_size or waited_s > limit_s:
+        if store.add("answers", 0) != len(answers):
+            answers = [rank for rank in range(job.world_size) if store.check([f"{rank}"])]
+        if {parts[rank] for rank in answers} != set(parts):
+            limit_s = _PARTS_S
+        else:
+            limit_s = _ALL_BUT_ONE_S if len(answers) == job.world_size - 1 else _ALL_S
+        num_left = job.world_size - len(failures.killed_ranks.difference(answers))
+        if len(answers) == num_left or time.monotonic() - began > limit_s:
             break
         time.sleep(_POLL_S)
     steps = {rank: int(store.get(f"{rank}")) for rank in answers}
     writers: list[int] = []
-    holders: dict[int, int] = {}
     for newest in sorted(set(steps.values()), reverse=True):
         holders = {parts[rank]: rank for rank in reversed(answers) if steps[rank] == newest}
         if set(holders) == set(parts):
             writers = sorted(holders.values())
             break
     # A rank that comes late sees more answers: the first one decides.
-    writers = json.loads(store.compare_set("writers", "", json.dumps(writers)))
-    if not writers and job.rank == min(answers):
-        lost = [rank for rank in range(job.world_size) if parts[rank] not in holders]
+    decided = json.loads(store.compare_set("writers", "", json.dumps([job.rank, writers])))
+    if decided == [job.rank, []]:
+        left = {parts[rank] for rank in answers}
+        lost = name_ranks(rank for rank in range(job.world_size) if parts[rank] not in left)
         log.logger.warning(
-            "the last step is not saved: no rank that is left has the shards of %s. The job resumes from its "
-            "last checkpoint. fsdp with Mesh(dp_replicate=2, ...) keeps a second copy.",
-            name_ranks(lost),
+            "the last step is not saved: %s. The job resumes from its last checkpoint.",
+            f"no rank that is left has the shards of {lost}"
+            if lost
+            else "the ranks that are left were between two steps",
         )
-    return writers
+    saved_by: list[int] = decided[1]
+    return saved_by
