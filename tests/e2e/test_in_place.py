@@ -195,7 +195,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple
     return end
 
 
-IN_PLACE = "--recover=in-place --max-restarts=9"
+IN_PLACE = "--recover=in-place --max-restarts=9 --hang-after=60"  # tests share the cores
 
 
 def assert_replaced(end: Finished, times: int) -> None:
