@@ -168,8 +168,8 @@ def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
 def _layout(job: Any, folder: str, victims: list[int], kind: str = "kill") -> Any:
     """The step after which this run began, and the weights at its end. Saves every second step.
 
-    In the forward of step 4 the last of the victims kills all of them at once, or raises an exception. The others
-    notice that a second later.
+    In the forward of step 4 the last of the victims kills all of them at once, or raises an exception. The
+    others notice that a second later.
     """
     log.logger.addHandler(logging.FileHandler(f"{folder}.log"))
     pids = paceline.gather(job, os.getpid())
