@@ -158,6 +158,31 @@ def test_half_a_step_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
 
 
+def _end_of_schedule(job: Any, folder: str) -> None:
+    def rate(count: int) -> float:
+        if count == 4:
+            raise ValueError("the schedule has ended")
+        return 1.0
+
+    model = paceline.ddp(job, small_net())
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = paceline.Batches(job, make_data(), global_batch=4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    checkpoints = paceline.Checkpoints(folder, every_steps=2)
+    training = paceline.Training(
+        job, model, optimizer, batches, checkpoints=checkpoints, schedule=schedule
+    )
+    for step in training.steps(until=STEPS):
+        step.run(lambda batch: loss_sum(model, batch), reduction="sum")
+        step.update()
+
+
+def test_a_step_whose_schedule_raised_is_not_saved(tmp_path: Path) -> None:
+    (outcome,) = run_failing_ranks(_end_of_schedule, str(tmp_path), nproc=1)
+    assert isinstance(outcome.error, ValueError)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
+
+
 def test_a_state_with_nan_is_not_saved(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     outcomes = run_failing_ranks(_train, str(folder), [], float("nan"), nproc=2)
