@@ -522,7 +522,8 @@ class Training:
                 if self._step is not step:
                     raise  # of an earlier loop, whose generator was closed after a new one had begun
                 self._leave_loop(step)
-                if step.is_done and not step.is_updating:  # the weights are those of this step, so the next one follows it
+                # The weights are those of this step, so the next one follows it.
+                if step.is_done and not step.is_updating:
                     self.number, self._last = step.number, planned
                 raise
             if self._rollback is not None:
