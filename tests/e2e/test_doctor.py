@@ -34,6 +34,7 @@ def test_one_process_examines_this_host(tmp_path: Path) -> None:
     assert any("all-reduce: 16 MiB over 2 ranks, correct sum" in line for line in lines)
 
 
+@pytest.mark.ci
 def test_under_the_launcher_there_is_one_report(tmp_path: Path) -> None:
     done = finish(start(LAUNCHED, tmp_path))
     assert done.code == 0, done.out + done.err

@@ -62,6 +62,7 @@ def test_layouts(layout: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ci
 def test_a_layout_that_cannot_be_run_is_an_error(tmp_path: Path) -> None:
     ended = _run(["--dry-run", "6", str(EXAMPLES / "gpt_3d.py"), "--tp", "4"], tmp_path)
     assert ended.code != 0

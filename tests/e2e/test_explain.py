@@ -101,7 +101,12 @@ def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "script", "variables"),
     [
-        ("collective-mismatch", "join(); dist.all_reduce(torch.ones(4 + 4 * rank))", {}),
+        pytest.param(
+            "collective-mismatch",
+            "join(); dist.all_reduce(torch.ones(4 + 4 * rank))",
+            {},
+            marks=pytest.mark.ci,
+        ),
         pytest.param(
             "collective-mismatch",
             "join(); dist.all_reduce(torch.ones(4 + 4 * rank))",

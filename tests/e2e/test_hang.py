@@ -45,9 +45,9 @@ ALL_REDUCE = "dist.all_reduce(torch.ones(5))"
 @pytest.mark.parametrize(
     ("place", "call", "world"),
     [
-        pytest.param(place, call, world, marks=() if is_quick else pytest.mark.slow)
+        pytest.param(place, call, world, marks=pytest.mark.ci if in_ci else pytest.mark.slow)
         for place in OTHERS_IN
-        for call, world, is_quick in (
+        for call, world, in_ci in (
             (ALL_REDUCE, 2, place == "evaluate"),
             ("dist.barrier()", 3, False),
         )

@@ -221,6 +221,7 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
     assert "makes 12 steps and 1 evaluation with 1 process and 6 steps" in facts["what"]
 
 
+@pytest.mark.ci
 def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:
     """A rank is a fork of the command, so the command's own frames are below those of the script."""
     start, script = tmp_path / "paceline", tmp_path / "defines.py"
