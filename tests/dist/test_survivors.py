@@ -267,6 +267,15 @@ def test_the_first_rank_decides_who_saves() -> None:
     assert [survivors._writers(job, store, 5, parts) for job in jobs] == [[1, 2], [1, 2]]
 
 
+def test_shards_of_different_steps_are_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    store.set("0", "4")
+    job: Any = Namespace(rank=1, world_size=2)
+    with caplog.at_level("WARNING"):
+        assert survivors._writers(job, store, 5, [0, 1]) == []
+    assert "have not done the same step" in caplog.text
+
+
 def _save_where_rank_0_cannot(job: Any, folder: str) -> str:
     survivors = job.among([0, 1, 2], dist.PrefixStore("survivors", job.store))
     with pytest.raises((SaveFailed, PeerFailed)) as raised:

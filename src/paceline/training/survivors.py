@@ -105,12 +105,12 @@ def _writers(job: Job, store: dist.Store | None, step: int, parts: Sequence[int]
     decided = json.loads(store.compare_set("writers", "", json.dumps([job.rank, writers])))
     if decided == [job.rank, []]:
         left = {parts[rank] for rank in answers}
-        lost = name_ranks(rank for rank in range(job.world_size) if parts[rank] not in left)
+        lost = [rank for rank in range(job.world_size) if parts[rank] not in left]
+        why = "the ranks that are left have not done the same step"
+        if lost:
+            why = f"no rank that is left has the shards of {name_ranks(lost)}"
         log.logger.warning(
-            "the last step is not saved: %s. The job resumes from its last checkpoint.",
-            f"no rank that is left has the shards of {lost}"
-            if lost
-            else "the ranks that are left were between two steps",
+            "the last step is not saved: %s. The job resumes from its last checkpoint.", why
         )
     saved_by: list[int] = decided[1]
     return saved_by
